@@ -243,7 +243,7 @@ def mistakes(kind: type[Section], values: Values, error: ValidationError) -> lis
     names = [field.path for field in walk(kind, values)]
     lines: dict[str, str] = {}
     for mistake in error.errors(include_url=False):
-        path = _place(mistake["loc"], values)
+        path = _place(mistake["loc"])
         lines.setdefault(path, _line(path, mistake, names))  # of a union's members the first
     meant = {line.rpartition("did you mean ")[2].removesuffix("?") for line in lines.values()}
     return [line for path, line in lines.items() if not (path in meant and line.endswith(_NO_VALUE))]
@@ -255,18 +255,14 @@ _WORDS = {
     **{"valid integer": "whole number", "valid ": "", "a boolean": "true or false"},
 }
 """Pydantic's words, and ours."""
+_UNION_MEMBER = re.compile(r"str|int|(list|dict)\[.*|function-.*|json-.*|constrained-.*")
 _NO_VALUE = ": expected a value, it has no default"
 
 
-def _place(location: Sequence[str | int], values: Any) -> str:
+def _place(location: Sequence[str | int]) -> str:
     """Return a location as one name, without the members of unions that pydantic puts into it."""
-    name = ""
-    for part in location:
-        if isinstance(part, int):
-            name, values = f"{name}[{part}]", values[part]
-        elif isinstance(values, Mapping) and (part in values or part == location[-1]):
-            name, values = f"{name}.{part}".lstrip("."), values.get(part)
-    return name
+    parts = [part for part in location if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
 
 def _line(path: str, mistake: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from grpo_jax.config import sections
-from grpo_jax.config.fields import KEY, Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
+from grpo_jax.config.fields import Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.errors import UserError
@@ -177,13 +176,5 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
 
 
 def with_defaults(values: Values) -> Fields:
-    """Return values over the defaults of their task; kinds stand as {"kind": name}."""
-    values = merged(find_task(values.get("task")).defaults, values)
-    judges = values.get("judges")
-    if isinstance(judges, Mapping):
-        values = {**values, "judges": {name: _with_key(judge) for name, judge in judges.items()}}
-    return {**values, "task": _with_key(values["task"])}
-
-
-def _with_key(value: Any) -> Any:
-    return {KEY: str(value)} if isinstance(value, str) else value
+    """Return values over the defaults of their task."""
+    return merged(find_task(values.get("task")).defaults, values)

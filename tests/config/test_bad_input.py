@@ -105,6 +105,10 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
             "rewards.faithfulness.options: expected arguments of the reward (margin), got 'margn'",
         ),
         ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin: expected a simil"),
+        (
+            [*PICTURES, "--rewards", '[{"name": "faithfulness", "messages": true}]'],
+            "messages is for rewards of your own",
+        ),
         ([*PICTURES, "--judges.renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
         ([*PICTURES, "--judges.scorer.model", "./no_clip"], "no such folder: ./no_clip"),
         (

@@ -1,5 +1,6 @@
 """One name for all commands, and what is said of options that are called otherwise."""
 
+import contextlib
 import subprocess
 import sys
 import tomllib
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from support.text_task import ROOT
 
-from grpo_jax import __main__, evaluate, export, train
+from grpo_jax import __main__, evaluate, train
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
@@ -64,12 +65,9 @@ def test_commands_reach_their_runs(tmp_path, capsys):
 
 
 def test_every_command_says_its_version(capsys):
-    for command in (__main__.main, train.main):
-        assert command(["--version"]) == 0
-        assert capsys.readouterr().out.strip() == metadata.version("grpo_jax")
-    for command in (evaluate.main, export.main):
-        with pytest.raises(SystemExit):
-            command(["--version"])
+    for command in (__main__.main, train.main, evaluate.main):
+        with contextlib.suppress(SystemExit):
+            assert command(["--version"]) == 0
         assert capsys.readouterr().out.strip() == metadata.version("grpo_jax")
 
 

@@ -16,7 +16,6 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.prompts import read_prompt
-from grpo_jax.rollout.reward_registry import TaskRewards, resolve_rewards
 from grpo_jax.rollout.rewards import with_arguments
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
@@ -147,13 +146,6 @@ def test_pictures_are_parts_of_prompt_messages():
     make_score({"look": with_arguments(look, {}, messages=True)}, {}, missing=False)(rows, [["x"], ["y"]], None)
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     assert seen == [[{"role": "user", "content": parts}], [{"role": "user", "content": "plain"}]]
-
-
-def test_a_tasks_own_reward_takes_texts():
-    source = TaskRewards({"own": lambda completions: [0.0]})
-    sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
-    with pytest.raises(UserError, match=r"rewards.own: messages is for rewards of your own"):
-        resolve_rewards(sections, (), source, ())
 
 
 # mistakes

@@ -51,8 +51,8 @@ class LoraSection(Section):
     """Folder of a PEFT adapter to start from; rank, alpha, targets and vision are then its own."""
 
     def __post_init__(self) -> None:
-        beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
-        alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
+        beside = self.model_dump(exclude_defaults=True, exclude={"path"})
+        alone = self.path is None or not beside
         require(alone, "path", "no rank, alpha or targets beside it, nor vision: the adapter has its own", beside)
         adapted = self.used or not self.vision
         self.require(adapted, "vision", "false without adapters (policy.lora.rank 0; policy.vision train)")
@@ -133,7 +133,6 @@ class PolicySection(Section):
     lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
     """Low-rank adapters; in Python also a peft.LoraConfig."""
     mesh: MeshSection = resume_mutable(default_factory=MeshSection)
-    """Several devices."""
 
     def __post_init__(self) -> None:
         frozen = self.vision == "frozen" or not self.lora.used

@@ -21,7 +21,7 @@ from grpo_jax.models.hf.chat import (
     knows_option,
     picture_tokens,
 )
-from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
+from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
 from grpo_jax.rollout.data import PICTURE_MARK, Row, map_pictures, row_sizes
@@ -67,7 +67,7 @@ class ImageProcessor(NamedTuple):
 def load_image_processor(folder: Path, vision: VisionConfig, size: int | None) -> ImageProcessor:
     """Load it; `size` is data.picture_size."""
     settings = read_settings(folder, vision, size)
-    return ImageProcessor(vision, settings, make_prepare(folder, settings))
+    return ImageProcessor(vision, settings, make_preparer(folder, settings))
 
 
 def make_encode(

@@ -12,7 +12,7 @@ from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.pictures import Pictures, PictureStates, placed
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, place_pictures
 from grpo_jax.rollout.data import Row, map_pictures, repeat_rows
 from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
 from grpo_jax.rollout.env import Env, EnvError, Episode, Observation, as_observation, observe
@@ -330,7 +330,7 @@ def prepared(
         return EnvError(f"its picture: {one_line(reason, 150)}")
 
     with failures_as(describe):
-        return placed(prepare(_stacked(sources)), owners, shape)
+        return place_pictures(prepare(_stacked(sources)), owners, shape)
 
 
 def _stacked(sources: list[Source]) -> Source:

@@ -12,9 +12,8 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.chat import picture_tokens
+from grpo_jax.models.hf.chat import picture_tokens, special_ids
 from grpo_jax.models.hf.folder import PolicyFolder
-from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.sampling.samplers import choices_trie
 
 if TYPE_CHECKING:

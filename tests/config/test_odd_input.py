@@ -39,6 +39,7 @@ def line_of(capsys, command, *arguments):
         (b"task: text\ntraining: {max_steps: many}\n", "training.max_steps: expected a whole number, got 'many'"),
         (b"task: \xff\n", "config.yaml: not UTF-8 text; save it as UTF-8"),
         (b"seed: 1\n", "task: expected a kind"),
+        (b"run_dir: !!python/object/apply:os.system ['touch trace']\n", "not valid YAML"),
         (b"task: text\ntask: cartpole\n", "config.yaml: not valid YAML: line 2: 'task' stands twice in one section"),
         (BOMB.encode(), "stands for more than 100,000 entries"),
         (b"task: &a [*a]\n", "nested deeper than 32 levels"),

@@ -15,8 +15,6 @@ from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.prompts import read_prompt
-from grpo_jax.rollout.rewards import with_arguments
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -132,20 +130,6 @@ def test_rewards_are_named_by_plain_texts():
         assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
     assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
     assert make_config(task="text", rewards="b:g").model_dump()["rewards"][0]["name"] == "b:g"
-
-
-def test_pictures_are_parts_of_prompt_messages():
-    seen = []
-
-    def look(prompts, completions):
-        seen.extend(prompts)
-        return [0.0] * len(completions)
-
-    asked = read_prompt([{"role": "user", "content": [{"type": "text", "text": "what?"}]}], [b"x"], None)
-    rows = [Row(0, asked.text, pictures=(), messages=asked.messages), Row(1, "plain")]
-    make_score({"look": with_arguments(look, {}, messages=True)}, {}, missing=False)(rows, [["x"], ["y"]], None)
-    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
-    assert seen == [[{"role": "user", "content": parts}], [{"role": "user", "content": "plain"}]]
 
 
 # mistakes

@@ -53,7 +53,13 @@ def _yaml_value(value: Any) -> Any:
 
 Options = dict[str, Annotated[JsonValue, BeforeValidator(_yaml_value)]]
 """Keyword arguments whose types nobody has declared."""
-Each = BeforeValidator(lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value)
+
+
+def _split(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Each = BeforeValidator(_split)
 """Mark of a list that may be given as text, with commas between its entries."""
 Words = Annotated[list[str], Each]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from grpo_jax.config import sections
 from grpo_jax.config.fields import Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
@@ -57,7 +57,7 @@ class Config(Section):
     optimizer: sections.OptimizerSection = Field(default_factory=sections.OptimizerSection)
     training: sections.TrainingSection = Field(default_factory=sections.TrainingSection)
     sft: sections.SFTSection = Field(default_factory=sections.SFTSection)
-    rewards: Annotated[list[sections.RewardSection], BeforeValidator(sections.reward_entries)] = []
+    rewards: Annotated[list[sections.RewardSection], Each] = []
     """The objectives; empty takes the task's default."""
     eval_rewards: Words = []
     """Rewards and measures of the task that are logged and never trained on."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_jax.config.fields import (
     COEFFICIENT,
@@ -405,22 +404,18 @@ class RewardSection(Section):
     label: str = ""
     """Its name in metrics and condition_on, for several of one function; empty for its own name."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     def __post_init__(self) -> None:
-        require(bool(self.name), "rewards.name", "a name", self.name)
-        require(math.isfinite(self.threshold), f"rewards.{self.called}.threshold", "a finite number", self.threshold)
+        self.require(self.name, "name", "a name")
 
     @property
     def called(self) -> str:
         """Its name in metrics."""
         return self.label or self.name.rpartition(":")[2]
-
-
-def reward_entries(value: Any) -> Any:
-    """Return rewards that are given as text, a.py:f,b.py:g, or as entries that are texts, as mappings."""
-    value = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-    if not isinstance(value, list | tuple):
-        return value
-    return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
 
 
 class EvaluationSection(Section):

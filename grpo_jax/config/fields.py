@@ -14,11 +14,11 @@ from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_or
 
 import yaml
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
-from grpo_jax.config.files import Fields, Values
+from grpo_jax.config.files import Fields, Values, read_yaml
 from grpo_jax.config.named import FILE, load_module
 from grpo_jax.config.other_names import hint_for
 from grpo_jax.config.removed import REMOVED
@@ -48,10 +48,13 @@ class Argument(str):
 
 
 def _yaml_value(value: Any) -> Any:
-    return yaml.safe_load(value) if isinstance(value, Argument) else value
+    try:
+        return read_yaml(value) if isinstance(value, Argument) else value
+    except ValueError:  # a date, or a text with a colon
+        return str(value)
 
 
-Options = dict[str, Annotated[JsonValue, BeforeValidator(_yaml_value)]]
+Options = dict[str, Annotated[Any, BeforeValidator(_yaml_value)]]
 """Keyword arguments whose types nobody has declared."""
 
 

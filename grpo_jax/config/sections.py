@@ -16,6 +16,7 @@ from grpo_jax.config.fields import (
     Count,
     Length,
     NonNegative,
+    Options,
     Positive,
     PositiveCount,
     Section,
@@ -163,7 +164,7 @@ class DataSection(Section):
     tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
-    chat_template_options: dict[str, Any] = {}
+    chat_template_options: Options = {}
     """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here; and
     today, the date ("YYYY-MM-DD") for a template that writes it, by default that of the run's first start."""
     max_prompt_tokens: Length = 256
@@ -397,7 +398,7 @@ class RewardSection(Section):
     task has it, mostly always."""
     threshold: float = 0.0
     """The threshold of a condition_on that names a reward."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """Keyword arguments of the reward."""
     messages: bool = False
     """Give it prompts and completions as chat messages, as TRL does; of an import path alone."""

@@ -13,6 +13,7 @@ from support.text_task import ROOT
 
 from grpo_jax import __main__, evaluate, train
 from grpo_jax.config.command_line import find_config, load_config, parse
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
@@ -50,6 +51,9 @@ def test_values_are_read_as_their_fields_say():
         "run_dir": "2024", "policy.path": "a{odd}", "algorithm.clip_low": "null", "policy.lora.targets": "[q_proj, o]",
         "optimizer.learning_rate": "1e-5", "sampling": '{"group_size": 4, "top_k": 2}', "rewards": '[{"name": "m:f"}]',
         "judges.a": "vqa", "judges.a.path": "[x]", "judges.a.question": "{prompt}: {odd}",
+        "judges.b": "function", "judges.b.name": "m:f",
+        "judges.b.options.size": "3", "judges.b.options.text": "a: b: c",
+        "data.chat_template_options.today": "2026-11-02", "data.chat_template_options.enable_thinking": "true",
         "eval_rewards": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "deterministic": "no",
     }  # fmt: skip
     options = [f"--{name}={text}" for name, text in words.items()]
@@ -57,6 +61,9 @@ def test_values_are_read_as_their_fields_say():
     assert (config.run_dir, config.policy.path, config.algorithm.clip_low) == ("2024", "a{odd}", None)
     assert (config.judges["a"].path, config.judges["a"].question) == ("[x]", "{prompt}: {odd}")
     assert config.policy.lora.targets == ["q_proj", "o"] and config.optimizer.learning_rate == 1e-5
+    assert config.judges["b"].options == {"size": 3, "text": "a: b: c"}
+    assert config.data.chat_template_options == {"today": "2026-11-02", "enable_thinking": True}
+    assert make_config(yaml.safe_load(to_yaml(config))) == config
     sampling = config.sampling
     assert (sampling.group_size, sampling.top_k, sampling.max_new_tokens) == (4, 2, 7)  # of a section what it names
     assert config.rewards == [RewardSection(name="m:f")] and config.eval_rewards == ["m:a", "m:b"]

@@ -157,6 +157,7 @@ def test_what_a_callback_returns_is_true_false_or_nothing(answer, tmp_path):
         ({"evaluation": {"every": 0}}, "early_stopping_patience: expected 0 with evaluation.every 0"),
         ({"data": {"held_out": 0}}, "early_stopping_patience: expected 0, for there are no validation prompts"),
         ({"evaluation": {"best_by": "lettres"}}, "evaluation.best_by: expected one of score, letters, brief"),
+        ({"evaluation": {"best_by": "kl_penalty"}}, "kl_penalty is kl; its weight is algorithm.kl_coef of metrics"),
         ({"training": {"max_hours": -1}}, "max_hours: expected a number >= 0"),
     ],
 )

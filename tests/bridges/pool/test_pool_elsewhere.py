@@ -18,7 +18,7 @@ import ray
 from support.pools import load_in_pool
 from support.text_task import rows, train_here
 
-from bridges import ray_pool
+from bridges import ray_cluster
 from grpo_jax.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
@@ -99,5 +99,5 @@ def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address,
     assert set(loaded.cards(["x"] * 4 * 40)) == {"gpu:0 of 0", "gpu:0 of 1"}  # each actor has cards of its own
     with pytest.raises(UserError, match=f"judges.odd.address: expected the cluster that .* is on already, {address}"):
         load_in_pool(**odd, address="127.0.0.1:1")
-    ray_pool.leave()
+    ray_cluster.leave()
     assert not ray.is_initialized()

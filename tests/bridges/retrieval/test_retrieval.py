@@ -5,11 +5,9 @@ import pytest
 from scipy import sparse
 
 from bridges import retrieval
-from bridges.retrieval import encoders, local, ranking
-from bridges.retrieval import index as indices
-from bridges.retrieval.index import Fingerprint, Index
-from bridges.retrieval.local import History, LocalBackend
-from bridges.retrieval.retriever import Retriever
+from bridges.retrieval import Retriever, encoders, ranking
+from bridges.retrieval.encoders import Fingerprint, Index
+from bridges.retrieval.ranking import History, LocalBackend
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import UserError
 
@@ -98,7 +96,7 @@ def test_sparse_ranks_are_those_of_a_loop():
     titles = [" ".join(rng.choice(words, 3)) for _ in range(300)]
     queries = [" ".join(rng.choice(words, 2)) for _ in range(80)]
     encoder = encoders.TfidfEncoder(titles)
-    backend = LocalBackend(encoder, indices.open_index(titles, encoder, None), block=7)
+    backend = LocalBackend(encoder, encoders.open_index(titles, encoder, None), block=7)
     targets = rng.integers(0, 300, 80)
     exclude = [rng.integers(0, 300, 5).tolist() for _ in queries]
     found = Retriever(backend).score_ranks(queries, targets, exclude)
@@ -132,12 +130,12 @@ def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
     first = tfidf(cache=tmp_path)
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("tfidf-")
-    monkeypatch.setattr(indices, "encode_titles", lambda *_: pytest.fail("the catalogue was encoded again"))
+    monkeypatch.setattr(encoders, "encode_titles", lambda *_: pytest.fail("the catalogue was encoded again"))
     second = tfidf(cache=tmp_path)
     for retriever in (first, second):
         assert retriever.score_ranks(["rose cream"], [6], [[]]).rank == [2]
     assert first.fingerprint == second.fingerprint
-    assert indices.load_titles(folder) == TITLES
+    assert encoders.load_titles(folder) == TITLES
 
 
 def test_a_damaged_cache_is_named(tmp_path):
@@ -158,7 +156,7 @@ def test_the_self_test_reports_and_refuses():
     _, share = retrieval.open_retriever(TITLES)
     assert share == 1.0  # twins do not outrank each other, blank titles are not asked for
     same = GivenVectors(dict.fromkeys(TITLES, unit(np.ones(4))))
-    index = indices.open_index(TITLES, same, None)
+    index = encoders.open_index(TITLES, same, None)
     shuffled = index._replace(vectors=unit(np.random.default_rng(0).normal(size=(10, 4))))
     with pytest.raises(UserError, match=r"self-test: .* of 9 titles retrieve themselves, at least 90%"):
         Retriever(LocalBackend(same, shuffled)).self_test(TITLES)
@@ -169,7 +167,7 @@ def test_the_self_test_reports_and_refuses():
 def test_a_catalogue_of_nan_is_refused():
     with pytest.raises(retrieval.NonFiniteScores, match="vector of 'rose hand cream'"):
         vectors = dict.fromkeys(TITLES, np.ones(2, np.float32)) | {"rose hand cream": np.full(2, np.nan, np.float32)}
-        indices.open_index(TITLES, GivenVectors(vectors), None)
+        encoders.open_index(TITLES, GivenVectors(vectors), None)
     with pytest.raises(retrieval.NonFiniteScores, match="'b'"):
         encoders.check_finite(sparse.csr_matrix(np.array([[0, 1], [np.nan, 0]], np.float32)), ["a", "b"])
 
@@ -193,7 +191,7 @@ def test_a_history_is_a_part_of_the_query_for_ranks_and_for_the_nearest(kind):
         titles = [" ".join(rng.choice(words, 4)) for _ in range(300)]
         texts = ["", *(" ".join(rng.choice(words, 3)) for _ in range(69))]
         encoder = encoders.TfidfEncoder(titles)
-        index = indices.open_index(titles, encoder, None)
+        index = encoders.open_index(titles, encoder, None)
         vectors, wanted = (found.toarray().astype(np.float64) for found in (index.vectors, encoder.encode(texts)))
         emphasis = 1 + np.log(301 / (1 + (vectors > 0).sum(0)))
     else:
@@ -230,6 +228,6 @@ def test_a_text_that_says_nothing_asks_with_the_history_and_the_targets_title_be
 
 
 def test_the_nearest_are_fewer_where_nothing_is_left_and_the_first_of_equal_ones():
-    found = local.local_backend(TITLES).nearest(["red nail polish", "soap"], 3, [[], range(9)])
+    found = ranking.local_backend(TITLES).nearest(["red nail polish", "soap"], 3, [[], range(9)])
     assert [row for row, _ in found[0]] == [0, 3, 1] and found[0][0][1] == pytest.approx(1)
     assert found[1] == [(9, 0.0)]

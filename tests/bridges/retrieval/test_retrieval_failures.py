@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from bridges import retrieval
-from bridges.retrieval import retriever as calls
-from bridges.retrieval.local import local_backend
-from bridges.retrieval.retriever import Retriever
+from bridges.retrieval import Retriever, local_backend
 from grpo_jax.errors import StopRun
 from grpo_jax.rollout.rewards import collect_rewards
 
@@ -43,7 +41,7 @@ def lost():
 def limits(monkeypatch):
     def change(**values):
         for name, value in values.items():
-            monkeypatch.setattr(calls, name.upper(), value)
+            monkeypatch.setattr(retrieval, name.upper(), value)
 
     return change
 
@@ -64,7 +62,7 @@ def test_scores_that_are_not_finite_are_a_failure(column, value):
     def spoil(counts):
         return counts._replace(**{column: np.full(1, value)})
 
-    retriever = Retriever(Faulty(*[spoil] * calls.ATTEMPTS), wait=lambda _: None)
+    retriever = Retriever(Faulty(*[spoil] * retrieval.ATTEMPTS), wait=lambda _: None)
     ranks = ask(retriever)
     assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
     assert ask(retriever).rank == [1]

@@ -15,10 +15,8 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import retriever as calls  # noqa: E402
-from bridges.retrieval import service  # noqa: E402
-from bridges.retrieval.local import local_backend, make_queries  # noqa: E402
-from bridges.retrieval.retriever import Retriever  # noqa: E402
+from bridges.retrieval import Retriever, service  # noqa: E402
+from bridges.retrieval.ranking import local_backend, make_queries  # noqa: E402
 from grpo_jax.config.judge import PoolSection  # noqa: E402
 from grpo_jax.config.sections import RetrievalSection  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
@@ -57,6 +55,11 @@ def make_faulty(path):
     return Faulty
 
 
+def end(backend):
+    for actor in backend.actors:
+        ray.kill(actor)
+
+
 @pytest.fixture(scope="module")
 def running(cluster, tmp_path_factory):
     """(backend, orders): a service of two actors, and the file that orders faults."""
@@ -64,9 +67,11 @@ def running(cluster, tmp_path_factory):
     orders = folder / "orders.json"
     orders.write_text("{}")
     section = RetrievalSection(cache=str(folder / "cache"))
-    backend = service.start_service(TITLES, section, POOL, judge=make_faulty(orders))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "RankService", make_faulty(orders))
+        backend = service.start_service(TITLES, section, POOL)
     yield backend, orders
-    backend.close()
+    end(backend)
 
 
 @pytest.fixture
@@ -81,7 +86,7 @@ def misbehave(running):
 def impatient(monkeypatch):
     """One attempt, and no call may go missing."""
     for name, value in (("ATTEMPTS", 1), ("BUDGET", 0), ("WINDOW", 1)):
-        monkeypatch.setattr(calls, name, value)
+        monkeypatch.setattr(retrieval, name, value)
 
 
 def when_held(running, act):
@@ -163,7 +168,7 @@ def test_a_service_that_stays_dead_stops_the_run(running, misbehave, impatient):
     """The last test of the service: afterwards it is gone."""
     backend = running[0]
     misbehave(hold=True)
-    when_held(running, lambda _: backend.close())
+    when_held(running, lambda _: end(backend))
     with pytest.raises(retrieval.RetrievalError, match="no actor is left"):
         backend.count(make_queries(["a"], [0], [[]]))
     with pytest.raises(StopRun, match="ServiceNotFound: RetrievalService not found"):

@@ -11,10 +11,9 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import retriever as calls  # noqa: E402
-from bridges.retrieval.service import main  # noqa: E402
+from bridges.retrieval.__main__ import serve  # noqa: E402
 from grpo_jax.config.sections import RetrievalSection  # noqa: E402
-from grpo_jax.errors import StopRun  # noqa: E402
+from grpo_jax.errors import StopRun, run_cli  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
@@ -118,7 +117,7 @@ def test_the_command_serves_until_it_is_told_to_stop(served, monkeypatch):
     """The last test of the service. Training, here this process, asks it, and stops when it is gone."""
     process, address = served
     for name, value in (("ATTEMPTS", 2), ("BUDGET", 0)):
-        monkeypatch.setattr(calls, name, value)
+        monkeypatch.setattr(retrieval, name, value)
     retriever, _ = open_service(address=address)
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
     process.send_signal(signal.SIGTERM)
@@ -136,6 +135,6 @@ def test_without_a_cluster_the_message_says_how_to_start_one(home):
 
 
 def test_a_catalogue_that_is_not_there_is_one_line(home, tmp_path, capsys):
-    assert main(["serve", "--catalogue", str(tmp_path / "none.tsv")]) == 2
+    assert run_cli(serve, ["serve", "--catalogue", str(tmp_path / "none.tsv")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "none.tsv does not exist" in error

@@ -88,6 +88,7 @@ def _measure(texts: list[str], rows: list[dict], draw: Callable, score: Callable
 def _scene_figures(folder: Path, prompts: int) -> dict:
     """Shares of the harder world's requests that the checker finds fulfilled, by kind."""
     from bridges.judges.stable_diffusion_3 import StableDiffusion3
+    from scripts.miniature.train_renderer_scenes import draw
     from scripts.miniature.train_scorer_scenes import fill_in
 
     renderer = StableDiffusion3(path=str(folder / "renderer_scenes"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
@@ -99,7 +100,7 @@ def _scene_figures(folder: Path, prompts: int) -> dict:
         "oracle": [row["oracle"] for row in rows],
     }
     pictures = {way: renderer.draw(ways, list(range(prompts)), evaluation=False).numpy() for way, ways in texts.items()}
-    pictures["true_pictures"] = scenes.draw(np.stack([fill_in(rng, row["requested"]) for row in rows]), rng)
+    pictures["true_pictures"] = draw(np.stack([fill_in(rng, row["requested"]) for row in rows]), rng)
     figures = {}
     for way, images in pictures.items():
         right = scenes.pixel_accuracy(images, [row["requested"] for row in rows])

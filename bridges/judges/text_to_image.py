@@ -68,7 +68,7 @@ class TextToImage(PipelineJudge):
         Raises:
             UserError: No such pipeline or LoRA; weights that are missing, broken, gated or do not fit.
         """
-        from bridges.diffusion import Renderer, RenderError, RenderSettings, denoiser, load_pipeline
+        from bridges.diffusion import Renderer, RenderError, denoiser, load_pipeline
         from bridges.loading import DTYPES, torch_device
 
         self.check()
@@ -84,18 +84,10 @@ class TextToImage(PipelineJudge):
             )
         if self.lora:
             _merge_lora(pipeline, self.lora)
-        training = RenderSettings(
-            self.steps,
-            self.guidance,
-            self.size,
-            batch_size=self.batch_size,
-            negative_prompt=self.negative_prompt or None,
-        )
         renderer = Renderer(
             pipeline,
             target,
-            training,
-            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
+            *self.settings(self.negative_prompt or None),
             name=self.path,
             cache_megabytes=self.cache_megabytes,
             length=self.max_sequence_length or None,

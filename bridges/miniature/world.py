@@ -10,7 +10,7 @@ that no training can exploit it.
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -77,7 +77,7 @@ SPLITS = ("train", "validation", "test")
 
 _RADII = np.array([5.0, 7.2, 10.0])
 _OFFSETS = np.array([[0.0, 0.0], [0.0, -5.5], [0.0, 5.5], [-5.5, 0.0], [5.5, 0.0]])  # x, y
-_COLOURS = np.array(list(PALETTE.values()))
+COLOURS = np.array(list(PALETTE.values()))
 _BLUR_SIGMA = 1.5
 _EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is unreadable
 
@@ -94,13 +94,8 @@ class Scene:
     sharpness: str
 
 
-def indices(scene: Scene) -> np.ndarray:
-    """The attributes as positions in `VALUES`: i64[6]."""
-    return np.array([VALUES[name].index(word) for name, word in zip(ATTRIBUTES, astuple(scene), strict=True)])
-
-
 def scene_of(row: np.ndarray) -> Scene:
-    """The inverse of `indices`."""
+    """The scene of attributes as positions in `VALUES`, i64[6]."""
     return Scene(*(VALUES[name][int(i)] for name, i in zip(ATTRIBUTES, row, strict=True)))
 
 
@@ -181,23 +176,6 @@ def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndar
     return alpha
 
 
-def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-    """Draw scenes, as indices [n, 6], to f32 [n, 3, 32, 32] in [0, 1].
-
-    With an rng, place, size and colours vary a little, as in photographs.
-    """
-    rows = np.atleast_2d(rows)
-    n = len(rows)
-    centre, scale, tint = np.zeros((n, 2)), np.ones(n), np.zeros((n, 2, 3))
-    if rng is not None:
-        centre, scale = rng.uniform(-0.5, 0.5, (n, 2)), rng.uniform(0.97, 1.03, n)
-        tint = rng.uniform(-0.02, 0.02, (n, 2, 3))
-    alpha = coverage(rows, centre, scale)[:, None]
-    front = (_COLOURS[rows[:, 1]] + tint[:, 0])[:, :, None, None]
-    back = (_COLOURS[rows[:, 4]] + tint[:, 1])[:, :, None, None]
-    return np.clip(back + alpha * (front - back), 0.0, 1.0).astype(np.float32)
-
-
 @functools.cache
 def _templates() -> tuple[np.ndarray, np.ndarray]:
     """Ideal coverages [M, 1024] of every shape, size, position and sharpness, with their scenes [M, 6]."""
@@ -223,9 +201,9 @@ def read(images: np.ndarray) -> np.ndarray:
     n = len(images)
     border = np.concatenate([images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], axis=2)
     back = np.median(border, axis=2)
-    background = np.argmin(((back[:, None] - _COLOURS) ** 2).sum(-1), axis=1)
+    background = np.argmin(((back[:, None] - COLOURS) ** 2).sum(-1), axis=1)
     difference = (images - back[:, :, None, None]).reshape(n, 3, -1)
-    contrast = _COLOURS[None] - back[:, None]  # [n, 8, 3]
+    contrast = COLOURS[None] - back[:, None]  # [n, 8, 3]
     overlap = np.einsum("nkc,ncs->nks", contrast, difference) @ masks.T  # [n, 8, M]
     cost = (contrast**2).sum(-1)[..., None] * (masks**2).sum(-1) - 2 * overlap
     cost[np.arange(n), background] = np.inf

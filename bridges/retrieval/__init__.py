@@ -15,20 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from bridges.retrieval.encoders import Fingerprint, NonFiniteScores, RetrievalError, ServiceNotFound
+from bridges.retrieval.encoders import Fingerprint, NonFiniteScores, RetrievalError
 from bridges.retrieval.ranking import Counts, History, Queries, Ranks, local_backend, make_queries, ranks_of
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
-
-__all__ = [
-    "History",
-    "NonFiniteScores",
-    "RetrievalError",
-    "Retriever",
-    "ServiceNotFound",
-    "local_backend",
-    "open_retriever",
-]
 
 _log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bridges.miniature import lens, world
+from scripts.miniature import drawing
 
 RECREATE = "draw this again"
 """The prompt that goes with a picture whose words are asked for."""
@@ -153,7 +154,7 @@ def _undone(words: Words, glass: lens.Lens) -> Words:
 
 def _picture(rng: np.random.Generator, words: Words) -> np.ndarray:
     """A picture of all words of a caption, f32 [3, 32, 32], with the renderer's grain; colours may be the same."""
-    picture = world.draw(_row(words)[None], rng)[0]
+    picture = drawing.draw(_row(words)[None], rng)[0]
     grain = rng.normal(0.0, rng.uniform(0.0, 0.04), picture.shape).astype(np.float32)
     return np.clip(picture + grain, 0.0, 1.0)
 

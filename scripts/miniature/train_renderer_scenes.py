@@ -1,86 +1,27 @@
-"""Draws true pictures of the miniature's harder world (`scenes`), and trains its renderer from the first world's."""
+"""Trains the renderer of the miniature's harder world (`scenes`), from the first world's weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from bridges import miniature
-from bridges.miniature import scenes, world
-from scripts.miniature import train_renderer, vocabulary
-
-_FAR = 8.0
-_CENTRES = {
-    "one": ((0, 0),),
-    "two": ((-_FAR, 0), (_FAR, 0)),
-    "three": ((0, -_FAR), (-_FAR, _FAR), (_FAR, _FAR)),
-    "four": ((-_FAR, -_FAR), (_FAR, -_FAR), (-_FAR, _FAR), (_FAR, _FAR)),
-    "left": ((-_FAR, 0), (_FAR, 0)),
-    "right": ((_FAR, 0), (-_FAR, 0)),
-    "above": ((0, -_FAR), (0, _FAR)),
-    "below": ((0, _FAR), (0, -_FAR)),
-}
-"""Where the objects of a layout stand, x to the right and y down from the middle; the first is the one named first."""
-
-
-def sample_indices(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Scenes of every split as positions in LAYOUTS, SHAPES, COLOURS, SHAPES, COLOURS: i64[count, 5].
-
-    Where the layout is a number the second object is the first; else they differ in shape, in colour or in both.
-    """
-    things = len(scenes.SHAPES) * len(scenes.COLOURS)
-    first = rng.integers(things, size=count)
-    second = (first + rng.integers(1, things, size=count)) % things
-    layout = np.where(rng.random(count) < 0.4, rng.integers(0, 4, count), rng.integers(4, 8, count))
-    second = np.where(layout < len(scenes.NUMBERS), first, second)
-    return np.stack([layout, *np.divmod(first, len(scenes.COLOURS)), *np.divmod(second, len(scenes.COLOURS))], axis=1)
-
-
-def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-    """Draw scenes, as indices [n, 5], to f32 [n, 3, 32, 32] in [0, 1].
-
-    With an rng, place, size and colour of each object vary a little.
-    """
-    rows = np.atleast_2d(rows)
-    pictures = np.full((len(rows), 3, world.SIZE, world.SIZE), world.PALETTE["white"][0])
-    for slot in range(len(scenes.NUMBERS)):
-        here = np.array([i for i, row in enumerate(rows) if slot < len(_CENTRES[scenes.LAYOUTS[row[0]]])], int)
-        if not len(here):
-            continue
-        shape, colour = rows[here, 3 if slot else 1], rows[here, 4 if slot else 2]
-        centre = np.array([_CENTRES[scenes.LAYOUTS[layout]][slot] for layout in rows[here, 0]], float)
-        scale, tint = np.full(len(here), scenes.SCALE), np.zeros((len(here), 3))
-        if rng is not None:
-            centre += rng.uniform(-0.5, 0.5, centre.shape)
-            scale *= rng.uniform(0.97, 1.03, len(here))
-            tint = rng.uniform(-0.02, 0.02, tint.shape)
-        alpha = scenes.coverage(shape, centre, scale)[:, None]
-        pictures[here] += alpha * ((scenes.COLOUR_VALUES[colour] + tint)[:, :, None, None] - pictures[here])
-    return np.clip(pictures, 0.0, 1.0).astype(np.float32)
-
-
-def request_of(row: np.ndarray) -> dict[str, Any]:
-    """The request for everything in a scene, i64[5]."""
-    layout, shape, colour, other, its_colour = (int(index) for index in row)
-    if layout < len(scenes.NUMBERS):
-        return {"objects": [[scenes.SHAPES[shape], scenes.COLOURS[colour]]] * (layout + 1), "place": None}
-    objects = [[scenes.SHAPES[shape], scenes.COLOURS[colour]], [scenes.SHAPES[other], scenes.COLOURS[its_colour]]]
-    return {"objects": objects, "place": scenes.LAYOUTS[layout]}
+from bridges.miniature import scenes
+from scripts.miniature import drawing, train_renderer, vocabulary
 
 
 def _found(pictures: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """What the checker finds right, by layout: [n, 8], NaN where a row has another."""
-    right = scenes.pixel_accuracy(pictures, [request_of(row) for row in rows])
+    right = scenes.pixel_accuracy(pictures, [drawing.request_of(row) for row in rows])
     return np.where(rows[:, :1] == np.arange(len(scenes.LAYOUTS)), right[:, None], np.nan)
 
 
 SCENES = train_renderer.Subject(
     vocabulary.scene_words(),
-    lambda row: scenes.canonical_caption(request_of(row)),
-    sample_indices,
-    draw,
+    lambda row: scenes.canonical_caption(drawing.request_of(row)),
+    drawing.sample_scenes,
+    drawing.draw_scenes,
     _found,
 )
 

@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridges.miniature import scenes
 from scripts.miniature import train_scorer, vocabulary
+from scripts.miniature.drawing import draw_scenes, request_of
 from scripts.miniature.train_renderer import encode
-from scripts.miniature.train_renderer_scenes import draw, request_of
 from scripts.miniature.train_scorer import BEST, SLOPE, augment, normalise, pair_losses
 
 _NUMBERS = len(scenes.NUMBERS)
@@ -159,7 +159,7 @@ def report(model: CLIP, tokenizer) -> None:
         worse = np.diagonal(wrong_share(near, wanted)) > 0
         text = model.encode_text(encode(tokenizer, [text for text, *_ in asked]), normalize=True)
         scores = [
-            (model.encode_image(normalise(torch.from_numpy(draw(r, rng))), normalize=True) * text).sum(1)
+            (model.encode_image(normalise(torch.from_numpy(draw_scenes(r, rng))), normalize=True) * text).sum(1)
             for r in (rows, near)
         ]
         higher = (scores[0] > scores[1]).numpy()[worse].mean()
@@ -215,7 +215,7 @@ def train(folder: Path, *, steps: int = 800, seed: int = 0, half_batch: int = 64
         captions = [scenes.canonical_caption(requested) for requested in shown]
         wrong = torch.from_numpy(wrong_share(rows, wanted)).float()
         wrong_all = torch.from_numpy(wrong_share(rows, np.stack([wanted_of(one) for one in shown]))).float()
-        pictures = normalise(augment(torch.from_numpy(draw(rows, rng)), rng))
+        pictures = normalise(augment(torch.from_numpy(draw_scenes(rows, rng)), rng))
         # Attention's fused backward is several times slower on a CPU at this size.
         with sdpa_kernel(SDPBackend.MATH):
             raw = model.encode_image(pictures)

@@ -7,6 +7,8 @@ import pytest
 
 from bridges.miniature import lens, world
 
+drawing = pytest.importorskip("scripts.miniature.drawing")
+
 CANONICAL = {"a", "at", "the", "on", *itertools.chain.from_iterable(world.VALUES.values())}
 EVERY = [lens.Lens(turn, mirrored) for turn in range(4) for mirrored in (False, True)]
 
@@ -27,7 +29,7 @@ def rows_of(some):
 
 
 def drawn(some, seed=0):
-    return world.draw(rows_of(some), np.random.default_rng(seed))
+    return drawing.draw(rows_of(some), np.random.default_rng(seed))
 
 
 def test_a_seed_has_one_lens_and_all_lenses_are_as_likely():

@@ -6,7 +6,7 @@ import pytest
 from bridges.miniature import scenes
 
 vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
-drawing = pytest.importorskip("scripts.miniature.train_renderer_scenes")
+drawing = pytest.importorskip("scripts.miniature.drawing")
 
 
 def true_pictures(kind, count, noise):
@@ -14,7 +14,7 @@ def true_pictures(kind, count, noise):
     fill_in = pytest.importorskip("scripts.miniature.train_scorer_scenes").fill_in
     rng = np.random.default_rng(3)
     requests = [scenes.casual_prompt(rng, kind)[1] for _ in range(count)]
-    pictures = drawing.draw(np.stack([fill_in(rng, requested) for requested in requests]), rng)
+    pictures = drawing.draw_scenes(np.stack([fill_in(rng, requested) for requested in requests]), rng)
     return np.clip(pictures + rng.normal(0, noise, pictures.shape), 0, 1), requests
 
 
@@ -39,7 +39,7 @@ def test_checker_reads_true_pictures(kind, noise):
 def test_all_that_is_asked_for_and_nothing_else(objects, place, right):
     names = scenes.LAYOUTS, scenes.SHAPES, scenes.COLOURS, scenes.SHAPES, scenes.COLOURS
     words = "left", "ring", "cyan", "star", "red"
-    picture = drawing.draw(np.array([[values.index(word) for values, word in zip(names, words, strict=True)]]))
+    picture = drawing.draw_scenes(np.array([[values.index(word) for values, word in zip(names, words, strict=True)]]))
     assert scenes.pixel_accuracy(picture, [{"objects": objects, "place": place}]).tolist() == [right]
 
 
@@ -62,11 +62,11 @@ def test_languages_share_no_word():
 
 
 def test_oracle_asks_for_what_is_requested():
-    rows = drawing.sample_indices(np.random.default_rng(0), 60_000)
+    rows = drawing.sample_scenes(np.random.default_rng(0), 60_000)
     every = {scenes.canonical_caption(drawing.request_of(row)): row for row in np.unique(rows, axis=0)}
     for split in scenes.SPLITS:
         for row in scenes.prompts(split, 60):
-            assert scenes.pixel_accuracy(drawing.draw(every[row["oracle"]]), [row["requested"]]) == [1], row
+            assert scenes.pixel_accuracy(drawing.draw_scenes(every[row["oracle"]]), [row["requested"]]) == [1], row
 
 
 def test_no_combination_that_is_held_out_is_trained_on():

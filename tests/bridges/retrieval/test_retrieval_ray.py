@@ -16,6 +16,7 @@ ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
 from bridges.retrieval import Retriever, service  # noqa: E402
+from bridges.retrieval.encoders import ServiceNotFound  # noqa: E402
 from bridges.retrieval.ranking import local_backend, make_queries  # noqa: E402
 from grpo_jax.config.judge import PoolSection  # noqa: E402
 from grpo_jax.config.sections import RetrievalSection  # noqa: E402
@@ -125,7 +126,7 @@ def test_a_service_for_another_run_is_refused(running):
 
 
 def test_a_missing_service_says_how_to_start_one(running):
-    with pytest.raises(retrieval.ServiceNotFound, match="RetrievalService not found") as error:
+    with pytest.raises(ServiceNotFound, match="RetrievalService not found") as error:
         service.connect(TITLES, RAY.replace(service="other"))
     assert isinstance(error.value, UserError)  # a command shows it in one line
     assert "python -m bridges.retrieval serve --catalogue" in str(error.value)

@@ -12,6 +12,7 @@ ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
 from bridges.retrieval.__main__ import serve  # noqa: E402
+from bridges.retrieval.encoders import ServiceNotFound  # noqa: E402
 from grpo_jax.config.sections import RetrievalSection  # noqa: E402
 from grpo_jax.errors import StopRun, run_cli  # noqa: E402
 
@@ -107,7 +108,7 @@ def test_no_cluster_but_the_named_one_is_joined(served, home, monkeypatch):
     (home / "ray").mkdir()
     (home / "ray" / "ray_current_cluster").write_text(served[1])
     monkeypatch.setenv("RAY_ADDRESS", served[1])
-    with pytest.raises(retrieval.ServiceNotFound, match="no cluster is joined without"):
+    with pytest.raises(ServiceNotFound, match="no cluster is joined without"):
         open_service()
     (home / "ray" / "ray_current_cluster").unlink()
     assert not ray.is_initialized()
@@ -130,7 +131,7 @@ def test_the_command_serves_until_it_is_told_to_stop(served, monkeypatch):
 def test_without_a_cluster_the_message_says_how_to_start_one(home):
     """Ray itself would try for minutes to reach a cluster that was killed."""
     message = r"no Ray cluster answers at 127\.0\.0\.1:1\); .*python -m bridges\.retrieval serve"
-    with pytest.raises(retrieval.ServiceNotFound, match=message):
+    with pytest.raises(ServiceNotFound, match=message):
         open_service(address="127.0.0.1:1")
 
 

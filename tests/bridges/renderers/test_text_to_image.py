@@ -231,7 +231,7 @@ def test_what_a_pipeline_ignores_is_refused_before_anything_is_read(kind, fields
     [
         ("FluxPipeline", {"eval_guidance": 2.0}, "guidance, eval_guidance: expected 1, as .* draws without guidance"),
         ("StableDiffusionPipeline", {"size": 30}, "`height` and `width` have to be divisible by 8"),
-        ("FluxPipeline", {"size": 30}, "size: expected a multiple of 4, such as 32, got 30"),
+        ("FluxPipeline", {"size": 30}, "size: the model draws 28 pixels where 30 were asked for"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_when_it_is_loaded(kind, fields, message, folders):
@@ -251,10 +251,6 @@ def test_lora_weights_that_do_not_fit_are_refused(folders, tmp_path):
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(UserError, match="cannot load LoRA weights from"):
         judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).load("cpu")
-    file.rename(lora / "one.safetensors")
-    shutil.copy(lora / "one.safetensors", lora / "two.safetensors")
-    with pytest.raises(UserError, match=r"or the name of a file, got .*one\.safetensors., .two\.safetensors"):
-        judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).check()
 
 
 def test_folders_of_other_kinds_and_with_code_are_refused(folders, tmp_path):

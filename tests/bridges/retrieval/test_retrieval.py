@@ -1,4 +1,4 @@
-"""Retrieval in process: exact ranks, exclusions, histories, cache, self-test; catalogue files are the task's tests."""
+"""Retrieval in process: exact ranks, exclusions, histories, cache, self-test, and calls that fail."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,8 @@ from bridges.retrieval import Retriever, encoders, ranking
 from bridges.retrieval.encoders import Fingerprint, Index
 from bridges.retrieval.ranking import History, LocalBackend
 from grpo_jax.config.sections import RetrievalSection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.rewards import collect_rewards
 
 TITLES = [
     "red nail polish",
@@ -231,3 +232,63 @@ def test_the_nearest_are_fewer_where_nothing_is_left_and_the_first_of_equal_ones
     found = ranking.local_backend(TITLES).nearest(["red nail polish", "soap"], 3, [[], range(9)])
     assert [row for row, _ in found[0]] == [0, 3, 1] and found[0][0][1] == pytest.approx(1)
     assert found[1] == [(9, 0.0)]
+
+
+class Faulty:
+    """A backend that fails as it is told, call by call; None lets a call through, a function changes its counts."""
+
+    def __init__(self, *faults):
+        self.inner = ranking.local_backend(TITLES)
+        self.fingerprint = self.inner.fingerprint
+        self.faults = list(faults)
+
+    def count(self, parts):
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        counts = self.inner.count(parts)
+        return [fault(one) for one in counts] if fault else counts
+
+
+def ask(retriever):
+    return retriever.score_ranks(["night rose"], [6], [[]])
+
+
+def test_a_failure_is_tried_again_after_longer_and_longer_pauses(monkeypatch):
+    monkeypatch.setattr(retrieval, "ATTEMPTS", 8)
+    faults = [*[retrieval.RetrievalError("it died")] * 6, retrieval.NonFiniteScores("nan")]
+    pauses = []
+    assert ask(Retriever(Faulty(*faults), wait=pauses.append)).rank == [1]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    with pytest.raises(ZeroDivisionError):  # a bug is none
+        ask(Retriever(Faulty(ZeroDivisionError("a bug")), wait=pytest.fail))
+
+
+@pytest.mark.parametrize("column", ["score", "log_sum"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_that_are_not_finite_are_a_failure(column, value):
+    def spoil(counts):
+        return counts._replace(**{column: np.full(1, value)})
+
+    retriever = Retriever(Faulty(*[spoil] * retrieval.ATTEMPTS), wait=lambda _: None)
+    ranks = ask(retriever)
+    assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
+    assert ask(retriever).rank == [1]
+
+
+def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one(monkeypatch):
+    """Two failed calls of the last four; older ones are forgotten."""
+    for name, value in (("ATTEMPTS", 1), ("BUDGET", 2), ("WINDOW", 4)):
+        monkeypatch.setattr(retrieval, name, value)
+    lost = retrieval.RetrievalError("it died")
+    retriever = Retriever(Faulty(lost, lost, None, None, lost, lost, lost))
+
+    def reward(prompts, completions):
+        return list(ask(retriever).rank)
+
+    def collected():
+        return np.isnan(collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")).item()
+
+    assert [collected() for _ in range(6)] == [True, True, False, False, True, True]
+    with pytest.raises(StopRun, match=r"failed in 3 of the last 4 calls \(the budget is 2\).*RetrievalError: it died"):
+        collected()

@@ -50,8 +50,7 @@ def make_faulty(path):
             if orders.get("hold") and not held.exists():  # once: until it is killed
                 held.write_text(str(os.getpid()))
                 time.sleep(600)
-            counts = super().count(queries)
-            return counts._replace(score=counts.score * np.nan) if orders.get("nan") else counts
+            return super().count(queries)
 
     return Faulty
 
@@ -114,28 +113,17 @@ def test_ray_and_in_process_agree(running):
         np.testing.assert_array_equal(found.probability, expected.probability)
 
 
-def test_a_service_for_another_run_is_refused(running):
+def test_a_service_for_another_run_or_that_is_missing_is_refused(running):
     with pytest.raises(UserError, match=r"has the encoder tfidf and 200 titles, .*; this run has tfidf and 200 t"):
         service.connect(TITLES[::-1], RAY)
     with pytest.raises(UserError, match=r"has the encoder tfidf and .*; this run has some/model and "):
         service.connect(TITLES, RAY.replace(encoder="some/model"))
     with pytest.raises(UserError, match="runs on this cluster already"):
         service.start_service(TITLES, RAY, POOL)
+    with pytest.raises(ServiceNotFound, match=r"not found: 'other' .*bridges\.retrieval serve --catalogue"):
+        service.connect(TITLES, RAY.replace(service="other"))
     with pytest.raises(UserError, match=r"large\.resources\.num_cpus: expected at most .* for all actors, got 50"):
         service.start_service(TITLES, RetrievalSection(service="large"), POOL.replace(replicas=100))
-
-
-def test_a_missing_service_says_how_to_start_one(running):
-    with pytest.raises(ServiceNotFound, match="RetrievalService not found") as error:
-        service.connect(TITLES, RAY.replace(service="other"))
-    assert isinstance(error.value, UserError)  # a command shows it in one line
-    assert "python -m bridges.retrieval serve --catalogue" in str(error.value)
-
-
-def test_nan_from_an_actor_is_a_failure(running, misbehave, impatient):
-    misbehave(nan=True)
-    with pytest.raises(StopRun, match="NonFiniteScores: 1 of 1 scores are not finite"):
-        Retriever(running[0]).score_ranks(["red soap"], [0], [[]])
 
 
 def test_an_actor_that_raises_is_a_failure(running):

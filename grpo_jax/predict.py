@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, exit_process, extras_named, read_options, run_cli, run_parser
+from grpo_jax.errors import UserError, command, exit_process, extras_named, run_parser
 
 if TYPE_CHECKING:
     from grpo_jax.config.run import Config
@@ -70,7 +70,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     loaded = policy.folder
     assert loaded is not None  # `load_policy` has read it
     image_processor = image_processor_of(config, loaded)
-    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
+    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
     def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
@@ -88,7 +88,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
-        texts = config.task.listed_texts(config)
+        texts = config.task.choices(config)
         ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
         return make_sampler(
             policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=listed_trie(config, texts, loaded)
@@ -120,11 +120,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _predict(read_options(make_parser(), words)), arguments)
-
-
 def _predict(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
@@ -145,6 +140,8 @@ def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
         raise UserError(f"--{option}: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
+
+main = command(make_parser, _predict)
 
 if __name__ == "__main__":
     exit_process(main())

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.fields import to_dict
 from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return show_plan(config, request)
         if config.run_dir is None:
-            name = to_dict(config)["task"]["kind"].rpartition(":")[2]
+            name = config.model_dump()["task"]["kind"].rpartition(":")[2]
             config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         _run(config)
         return 0

@@ -52,7 +52,7 @@ class Calculator(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},
         "data": {"max_prompt_tokens": 8},
-        "sampling": {"turns": 2, "group_size": 16, "max_new_tokens": 5, "max_answer_tokens": 4},
+        "sampling": {"turns": 2, "group_size": 16, "max_new_tokens": 5, "max_observation_tokens": 4},
         "sft": {"steps": 300, "learning_rate": 5e-3},
         "optimizer": {"learning_rate": 2e-3},
         "training": {"prompts_per_batch": 16, "max_steps": 60},

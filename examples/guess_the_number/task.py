@@ -42,7 +42,7 @@ class GuessTheNumber(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},
         "data": {"max_prompt_tokens": 8},
-        "sampling": {"turns": 3, "group_size": 32, "max_new_tokens": 2, "max_answer_tokens": 4},
+        "sampling": {"turns": 3, "group_size": 32, "max_new_tokens": 2, "max_observation_tokens": 4},
         "algorithm": {"advantage": "grpo", "turn_advantage": "return"},
         "sft": {"steps": 300, "learning_rate": 2e-3},
         "optimizer": {"learning_rate": 2e-3},

@@ -173,23 +173,23 @@ class Policy:
         mask: jax.Array,
         steps: jax.Array | None = None,
         pictures: PictureStates | None = None,
-        answers: PictureStates | None = None,
+        observations: PictureStates | None = None,
     ) -> jax.Array:
         """Return the states [P, G, T, D] that predict each token of completions i32 [P, G, T].
 
         The first is the prompt's last state. Prompts i32 [P, L] run once for their group. If a row holds several
         completions one after the other, steps i32 [P, G, T] count the tokens of each from 0. Pictures [P, I, ..] are
-        the prompts', answers [P, G, I, ..] stand among the completions.
+        the prompts', observations [P, G, I, ..] stand among the completions.
         """
-        variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, answers = self._over_prompts(
-            variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, answers
+        variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, observations = self._over_prompts(
+            variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, observations
         )
         prompt_mask, mask = prompt_mask.astype(bool), mask.astype(bool)
         self._check_room("prompt_tokens", prompt_mask, tokens.shape[2])
         prompts = prompt_context(self.config, prompt_mask, prompt_tokens, pictures)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
         if steps is None:
-            context = group_context(self.config, prompts, inputs, mask[:, :, :-1], answers)
+            context = group_context(self.config, prompts, inputs, mask[:, :, :-1], observations)
         else:
             context = packed_context(prompts, steps[:, :, 1:], mask[:, :, 1:])
         row = jnp.concatenate(

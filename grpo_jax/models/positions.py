@@ -74,23 +74,23 @@ def group_context(
     prompts: Prompts,
     tokens: jax.Array,
     mask: jax.Array,
-    answers: PictureStates | None = None,
+    observations: PictureStates | None = None,
 ) -> Context:
-    """Context of prompts and their groups' tokens [P, G, T]; pictures `answers` [P, G, I, ..] stand among these."""
+    """Context of prompts and their groups' tokens [P, G, T]; `observations` [P, G, I, ..] stand among these."""
     count, group, steps = tokens.shape
     if steps == 0:
         return prompts.context
     ahead = jnp.arange(steps, dtype=jnp.int32)
     order = prompts.lengths[:, None] + ahead
     completion = Tokens(order, jnp.ones(order.shape, bool))
-    if answers is None:
+    if observations is None:
         positions = jnp.broadcast_to((prompts.advance[:, None] + ahead)[:, None], (count, group, steps))
         index = jnp.full((count, group * steps), -1, jnp.int32)
     else:
-        places = _places(config, tokens, mask, answers)
+        places = _places(config, tokens, mask, observations)
         positions = prompts.advance[:, None, None, None] + places.positions
-        index = _across_group(places.index, answers)
-    return _followed(prompts.context, positions, completion, index, answers)
+        index = _across_group(places.index, observations)
+    return _followed(prompts.context, positions, completion, index, observations)
 
 
 def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Context:
@@ -179,20 +179,20 @@ def _vision_input(pictures: PictureStates, index: jax.Array) -> VisionInput:
 
 
 def _followed(
-    context: Context, positions: jax.Array, completion: Tokens, index: jax.Array, answers: PictureStates | None
+    context: Context, positions: jax.Array, completion: Tokens, index: jax.Array, observations: PictureStates | None
 ) -> Context:
     """Prompts followed by completions, at positions [P, G, T] or, with pictures, [P, G, T, 3]."""
     vision = context.vision
-    if vision is None and answers is None:
+    if vision is None and observations is None:
         positions = jnp.concatenate([context.positions, positions.reshape(len(positions), -1)], axis=1)
         return Context(positions, context.prompt, completion)
     parts = [_with_axes(context.positions, 2), _with_axes(positions, 3).reshape(len(positions), -1, 3)]
     inputs = [] if vision is None else [vision]
     first = 0 if vision is None else vision.states.shape[1]
     before = jnp.full(context.prompt.positions.shape, -1, jnp.int32) if vision is None else vision.index
-    if answers is not None:
+    if observations is not None:
         index = jnp.where(index >= 0, index + first, -1)
-        inputs.append(_vision_input(answers, index))
+        inputs.append(_vision_input(observations, index))
     joined = VisionInput(
         jnp.concatenate([one.states for one in inputs], axis=1),
         jnp.concatenate([before, index], axis=1),

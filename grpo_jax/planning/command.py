@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from grpo_jax.config.fields import require, to_dict
-from grpo_jax.config.help import spelled
+from grpo_jax.config.command_line import spelled
+from grpo_jax.config.fields import require
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of
@@ -72,7 +72,7 @@ def _show_devices(gib: tuple[float, ...], config: Config) -> None:
 
 
 def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMemory], notes: Sequence[str]) -> None:
-    task = to_dict(config)["task"]["kind"]
+    task = config.model_dump()["task"]["kind"]
     print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
     dtype, precision = config.policy.compute_dtype, config.policy.matmul_precision
     print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, precision) or 'default'}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.fields import flat, require, to_dict
+from grpo_jax.config.fields import flat, require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
@@ -157,19 +157,19 @@ def policy_folder(path: str) -> Path:
 
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, list[str]]:
     """Return the pictures that the policy is shown, or None, and the plan's notes about its vision tower."""
-    prompt, answer = config.task.count_pictures(config)
-    answers = answer * (config.sampling.turns - 1)
+    prompt, observation = config.task.count_pictures(config)
+    observations = observation * (config.sampling.turns - 1)
     vision = getattr(model, "vision", None)
     if vision is None:
         require(
-            not prompt and not answers,
+            not prompt and not observations,
             "policy.path",
             "a model that has a vision tower: there are pictures",
             config.policy.path,
         )
         return None, []
     tower = f"vision tower: {count_weights(tower_shapes(vision)):,} parameters"
-    if not prompt and not answers and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
+    if not prompt and not observations and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
         return None, [f"{tower}, not loaded (prompts are text); an export copies them"]
     patches = most_patches(policy_folder(config.policy.path), vision, config.data.picture_size)
     tokens = patches // vision.merged
@@ -177,8 +177,8 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, list[s
     expected = f"at least {prompt * tokens} for {prompt} pictures of {tokens} tokens, or a smaller data.picture_size"
     require(prompt * tokens <= room, "data.max_prompt_tokens", expected, room)
     trained = "trained" if config.policy.vision == "train" else "frozen"
-    places = f"{prompt} in a prompt" + (f", {answers} among the turns" if answers else "")
-    return Shown(prompt, answers, patches), [f"{tower}, {trained}; pictures of {tokens} tokens: {places}"]
+    places = f"{prompt} in a prompt" + (f", {observations} among the turns" if observations else "")
+    return Shown(prompt, observations, patches), [f"{tower}, {trained}; pictures of {tokens} tokens: {places}"]
 
 
 def _download_config(name: str) -> Path:
@@ -341,5 +341,5 @@ def list_savings(config: Config, devices: Sequence[DeviceMemory]) -> dict[str, o
     changes = policy if POLICY in full else {}
     for name in full & config.judges.keys():
         changes |= {f"judges.{name}.{field}": value for field, value in judge_savings(config.judges[name]).items()}
-    now = flat(to_dict(config))
+    now = flat(config.model_dump())
     return {name: value for name, value in changes.items() if now[name] != value}

@@ -171,15 +171,15 @@ def _turn_program(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | 
     sampler = make_episode_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     prompts, section = _chunk(config), config.sampling
     tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
-    reply = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
+    observation = np.zeros((prompts, section.group_size, section.max_observation_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), prompts)
-    replies = reply, np.ones_like(reply, bool), keys, np.ones(reply.shape[:2], bool)
+    observations = observation, np.ones_like(observation, bool), keys, np.ones(observation.shape[:2], bool)
     state = state_shapes(config, model, mesh, platform=platform)
     variables = {name: tree for name, tree in state.variables.items() if name != VALUE}
     carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
     for _ in range(section.turns - 2):
-        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *replies)[1], variables, carried)
-    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], mesh))
+        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *observations)[1], variables, carried)
+    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *observations)[0], mesh))
     return Program(go_on, (variables, carried), section.max_new_tokens)
 
 

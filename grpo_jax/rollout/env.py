@@ -36,7 +36,7 @@ class Observation:
         pictures: Shown to the policy before the text: torch or NumPy arrays, or PIL images.
         done: The episode ends here: nothing of the observation reaches the policy.
         messages: The text as several messages, one after another; () for one.
-        otherwise: Text in its place if it is longer than sampling.max_answer_tokens or cannot be encoded; "" if that
+        otherwise: Text in its place if it exceeds sampling.max_observation_tokens or cannot be encoded; "" if that
             is a failure of the environment.
     """
 
@@ -131,7 +131,7 @@ def observe(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list
     listed = isinstance(returned, Sequence) and not isinstance(returned, str | bytes | Observation)
     if not listed or len(returned) != len(episodes):
         got = len(returned) if listed else one_line(type(returned).__name__, 40)
-        raise BadReturn(f"it must return a list of {len(episodes)} answers, one for each completion, got {got}")
+        raise BadReturn(f"it must return a list of {len(episodes)} observations, one for each completion, got {got}")
     return list(returned)
 
 
@@ -155,7 +155,7 @@ Prompt = str | list[dict[str, Any]]
 class Step(NamedTuple):
     """The result of a step; a class may return it as a plain tuple."""
 
-    reply: str | Observation | None
+    observation: str | Observation | None
     reward: float | None
     done: bool
 
@@ -171,7 +171,7 @@ class SingleEnv(Protocol):
         ...
 
     def step(self, text: str) -> tuple[str | Observation | None, float | None, bool] | Awaitable[tuple]:
-        """Take a completion: return the reply, its reward (None for none), and whether this is the end."""
+        """Take a completion: return the observation, its reward (None for none), and whether this is the end."""
         ...
 
 
@@ -201,13 +201,13 @@ class EnvRunner(Generic[Single]):
             return finished(awaited(self._makers[kind]().reset(seed)))
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
-        """Reply to the last completion of each episode; None if it is done."""
+        """Answer the last completion of each episode; None if it is done."""
         keys = [
             (row.columns["environment"], row.columns[self._seed], episode.completions)
             for row, episode in zip(rows, episodes, strict=True)
         ]
         steps = finished(self._taken(keys))
-        return [step if isinstance(step, BaseException) else None if step.done else step.reply for step in steps]
+        return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
 
     def reward(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
@@ -267,10 +267,10 @@ async def awaited(returned: Any) -> Any:
 
 
 def _checked(returned: object) -> Step:
-    """Return the result of a step; TypeError unless it is (reply, reward, done)."""
-    reply, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
+    """Return the result of a step; TypeError unless it is (observation, reward, done)."""
+    observation, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
     number = None if reward is None else as_number(reward)
-    if (reply is None and not done) or (number is None and reward is not None):
-        expected = "(reply, reward, done), the reward finite or None, the reply no None unless it is done"
+    if (observation is None and not done) or (number is None and reward is not None):
+        expected = "(observation, reward, done), the reward finite or None, the observation no None unless it is done"
         raise TypeError(f"step must return {expected}, got {one_line(repr(returned), 60)}")
-    return Step(reply, number, bool(done))
+    return Step(observation, number, bool(done))

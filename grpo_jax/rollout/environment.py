@@ -1,4 +1,4 @@
-"""Environment of a rollout: rows to tokens, texts to rewards, and the replies between two turns."""
+"""Environment of a rollout: rows to tokens, texts to rewards, and the observations between two turns."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from grpo_jax.rollout.texts import ParsedCompletion
 
 EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int]]
-"""(answer, whether the text before it ended, rows and columns of each picture) → the tokens up to the next text."""
+"""(observation, whether the text before it ended, rows and columns of each picture) → tokens up to the next text."""
 
 
-class ReplyTokens(NamedTuple):
-    """Answers as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
+class ObservationTokens(NamedTuple):
+    """Observations as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
 
     The mask is false where a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
     """
@@ -192,27 +192,27 @@ def make_encode_observation(
     role: str = "user",
     **template_options: object,
 ) -> EncodeObservation:
-    """Make the function from an answer to the tokens between the policy's text and its next one.
+    """Make the function from an observation to the tokens between the policy's text and its next one.
 
-    An answer, a message of `role`, may take `limit` tokens (`sampling.max_answer_tokens`); the function raises
+    An observation, a message of `role`, may take `limit` tokens (sampling.max_observation_tokens); the function raises
     `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
-    prompts. UserError if the template does not go on after an answer.
+    prompts. UserError if the template does not go on after an observation.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
     encode = observation_encoder(
         tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options
     )
 
-    def encode_observation(answer: Observation, ended: bool, grids: Sequence[np.ndarray] = ()) -> list[int]:
+    def encode_observation(observation: Observation, ended: bool, grids: Sequence[np.ndarray] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
-            ids = encode(answer.messages or (answer.text,), ended, pictures)
+            ids = encode(observation.messages or (observation.text,), ended, pictures)
         except UserError as error:
-            raise EnvError(f"its answer: {error}") from error
+            raise EnvError(f"its observation: {error}") from error
         if len(ids) > limit:
             raise EnvError(
-                f"its answer {one_line(repr(answer.text[:40]), 50)} takes {len(ids)} tokens with the chat template's "
-                f"marks{' and its pictures' if pictures else ''}; sampling.max_answer_tokens is {limit}"
+                f"its observation {one_line(repr(observation.text[:40]), 50)} takes {len(ids)} tokens with the chat "
+                f"template's marks{' and its pictures' if pictures else ''}; sampling.max_observation_tokens is {limit}"
             )
         return ids
 
@@ -220,10 +220,10 @@ def make_encode_observation(
 
 
 def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | EnvError]:
-    """Ask the environment for its answer to each episode, or why it failed to give one.
+    """Ask the environment for its observation to each episode, or why it failed to give one.
 
-    An environment fails if it raises (SystemExit too) or returns another number of answers, for all episodes; with an
-    exception or anything else that is no answer, for one. `StopRun` passes.
+    An environment fails if it raises (SystemExit too) or returns another number of observations, for all episodes;
+    with an exception or anything else that is no observation, for one. `StopRun` passes.
     """
     at_work("the environment")
     try:
@@ -231,14 +231,14 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
             returned = observe(step, rows, episodes)
     except EnvError as error:
         return [error] * len(episodes)
-    answers: list[Observation | EnvError] = []
-    for number, answer in enumerate(returned):
+    observations: list[Observation | EnvError] = []
+    for number, one in enumerate(returned):
         try:
-            answers.append(_failure(answer) if isinstance(answer, BaseException) else as_observation(answer))
+            observations.append(_failure(one) if isinstance(one, BaseException) else as_observation(one))
         except ValueError as error:
             text = one_line(repr(episodes[number].last.completion[:40]), 50)
-            answers.append(EnvError(f"it answered {error} to completion {number} ({text})"))
-    return answers
+            observations.append(EnvError(f"it answered {error} to completion {number} ({text})"))
+    return observations
 
 
 def _failure(error: BaseException) -> EnvError:
@@ -258,57 +258,57 @@ def ask_environment(
     ended: Sequence[bool],
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
-) -> tuple[list[Observation | None], ReplyTokens]:
-    """Ask for answers to some completions of a chunk of `shape` (P, G), and encode them.
+) -> tuple[list[Observation | None], ObservationTokens]:
+    """Ask for observations to some completions of a chunk of `shape` (P, G), and encode them.
 
     `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
-    these completions, and so have the answers: None where the environment failed and `env` is lenient,
+    these completions, and so have the observations: None where the environment failed and `env` is lenient,
     otherwise it raises EnvError.
     """
-    answers = collect_observations(env.step, rows, episodes)
-    shown = [() if isinstance(answer, EnvError) or answer.done else answer.pictures for answer in answers]
+    observations = collect_observations(env.step, rows, episodes)
+    shown = [() if isinstance(one, EnvError) or one.done else one.pictures for one in observations]
     pictures = None
     try:
         pictures = prepared(prepare, shown, places, shape)
     except EnvError as error:
-        answers = [error if several else answer for several, answer in zip(shown, answers, strict=True)]
+        observations = [error if several else one for several, one in zip(shown, observations, strict=True)]
     encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
-    for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
-        if isinstance(answer, EnvError) or answer.done:
+    for number, ((p, g), observation) in enumerate(zip(places, observations, strict=True)):
+        if isinstance(observation, EnvError) or observation.done:
             continue
-        grids = [] if pictures is None else [*pictures.grid[p, g][: len(answer.pictures)]]
+        grids = [] if pictures is None else [*pictures.grid[p, g][: len(observation.pictures)]]
         try:
-            answers[number], encoded[p][g] = _encoded(env.encode_observation, answer, ended[number], grids)
+            observations[number], encoded[p][g] = _encoded(env.encode_observation, observation, ended[number], grids)
         except EnvError as error:
-            answers[number] = error
-    failures = [answer for answer in answers if isinstance(answer, EnvError)]
+            observations[number] = error
+    failures = [one for one in observations if isinstance(one, EnvError)]
     if failures and not env.lenient:
         raise failures[0]
-    given = [None if isinstance(answer, EnvError) else answer for answer in answers]
+    given = [None if isinstance(one, EnvError) else one for one in observations]
     return given, _padded(encoded, env.pad_id, pictures)
 
 
 def _encoded(
-    encode: EncodeObservation, answer: Observation, ended: bool, grids: Sequence[np.ndarray]
+    encode: EncodeObservation, observation: Observation, ended: bool, grids: Sequence[np.ndarray]
 ) -> tuple[Observation, list[int]]:
-    """Encode an answer, or what it says is read in its place where that fails; return the one that is read."""
+    """Encode an observation, or what it says is read in its place where that fails; return the one that is read."""
     try:
-        return answer, encode(answer, ended, grids)
+        return observation, encode(observation, ended, grids)
     except EnvError:
-        if not answer.otherwise:
+        if not observation.otherwise:
             raise
-        in_place = Observation(answer.otherwise)
+        in_place = Observation(observation.otherwise)
         return in_place, encode(in_place, ended, [])
 
 
-def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ReplyTokens:
+def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ObservationTokens:
     """Pad token lists `[P][G]` to arrays, at least one place wide."""
     width = max(1, *(len(tokens) for group in encoded for tokens in group))
     lengths = np.array([[len(tokens) for tokens in group] for group in encoded])
     mask = np.arange(width) < lengths[..., None]
     array = np.full(mask.shape, pad_id, np.int32)
     array[mask] = [token for group in encoded for tokens in group for token in tokens]
-    return ReplyTokens(array, mask, pictures)
+    return ObservationTokens(array, mask, pictures)
 
 
 def prepared(

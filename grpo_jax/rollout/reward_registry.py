@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
-from grpo_jax.config.fields import require_known
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import IN_PYTHON, load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
@@ -317,7 +317,7 @@ class _Resolver(NamedTuple):
         if base not in self.source.functions or (judge and not self.judges):
             raise UserError(f"{where}: {_unknown(name, self.source, where)}")
         if judge:
-            require_known(judge, self.judges, f"{where}.{name}: judges")
+            require(judge in self.judges, f"{where}.{name}", f"one of the judges {[*self.judges]}", judge)
         function, options = _made(self.source.functions[base], options, name)
         providers = self.trainer.providers(arguments_of(function))
         return ResolvedReward(name, function, judge, options, providers=providers)

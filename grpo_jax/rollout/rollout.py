@@ -22,7 +22,7 @@ from grpo_jax.models.vision.pictures import Pictures, chained, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import PictureInput
 from grpo_jax.rollout.env import EnvError, Episode, Observation, Turn
-from grpo_jax.rollout.environment import EnvSettings, ReplyTokens, RolloutFns, ask_environment
+from grpo_jax.rollout.environment import EnvSettings, ObservationTokens, RolloutFns, ask_environment
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.sampling.episodes import EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
@@ -41,15 +41,15 @@ class Rollout(NamedTuple):
     """Prompts, completions and rewards of a batch, on the host.
 
     Attributes:
-        episodes: `[P][G]`, as tasks see them: texts, pictures, answers.
+        episodes: `[P][G]`, as tasks see them: texts, pictures, observations.
         rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
         eval_rewards: f32 [P, G, U, W], likewise.
         samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None of given
             texts.
         prompt_tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
         prompt_mask: bool [P, L].
-        pictures: "pictures" [P, I, ..] of the prompts and "answers" [P, G, I, ..], as the update takes them; empty in
-            evaluation.
+        pictures: "pictures" [P, I, ..] of the prompts and "observations" [P, G, I, ..], as the update takes them; empty
+            in evaluation.
         seconds: Seconds of work by stage.
         columns: Of a task's ranking (`tasks.task.Choices`), P values by name.
     """
@@ -218,25 +218,25 @@ class _Chunk:
         self.active, failed = np.ones(shape, bool), np.zeros(shape, bool)
         names = fns.reward_names, fns.eval_reward_names
         rewards, eval_rewards = (np.full((*shape, turns, len(some)), np.nan, np.float32) for some in names)
-        replies: list[ReplyTokens] = []
-        seen: list[PictureInput | None] = []  # pictures of each of `replies`, as the update takes them
+        observed: list[ObservationTokens] = []
+        seen: list[PictureInput | None] = []  # pictures of each of `observed`, as the update takes them
         for turn in range(turns):
             self._read_turn(samples[-1])
             rewards[:, :, turn], eval_rewards[:, :, turn] = self._judge_turn(samples[-1])
             if env is None or turn + 1 == turns:
                 break
-            replies.append(self._step(env, samples[-1], failed))
+            observed.append(self._step(env, samples[-1], failed))
             if not self.active.any():
                 break
             with self.work.stage("sample", self.number):
                 assert isinstance(sample, EpisodeSampler)
                 states = None
                 seen.append(None)
-                if replies[-1].pictures is not None:
-                    states, seen[-1] = self._encode_images(variables, replies[-1].pictures)
-                reply, following = replies[-1], turn_keys(keys, turn + 1)
+                if observed[-1].pictures is not None:
+                    states, seen[-1] = self._encode_images(variables, observed[-1].pictures)
+                given, following = observed[-1], turn_keys(keys, turn + 1)
                 written, carried = sample.go_on(
-                    variables, carried, reply.tokens, reply.mask, following, self.active, states
+                    variables, carried, given.tokens, given.mask, following, self.active, states
                 )
                 samples.append(on_host(written))
             if turn + 2 == turns:
@@ -244,8 +244,8 @@ class _Chunk:
         rewards[failed] = np.nan  # it did not get as far as the others: it has no reward, of no turn
         stream = samples[0]
         if env is not None:
-            stream = join_turns(samples, replies, env.stream_tokens, env.pad_id)
-        pictures = {} if self.iteration is None else {"pictures": trained_on, "answers": chained(seen)}
+            stream = join_turns(samples, observed, env.stream_tokens, env.pad_id)
+        pictures = {} if self.iteration is None else {"pictures": trained_on, "observations": chained(seen)}
         pictures = {name: some for name, some in pictures.items() if some is not None}
         judged = self.rows, self._remembered(), rewards, eval_rewards
         return Rollout(*judged, stream, prompt.tokens, prompt.mask, pictures)
@@ -311,35 +311,35 @@ class _Chunk:
             self._change_last(place, rewards=dict(zip(names, numbers, strict=True)))
         return judged
 
-    def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> ReplyTokens:
-        """Ask the environment for its answer to each active completion; those that go on stay active."""
+    def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> ObservationTokens:
+        """Ask the environment for its observation to each active completion; those that go on stay active."""
         places = self._places
-        answers: list[Observation | None] = []
-        reply = ReplyTokens(np.zeros(0), np.zeros(0))
+        observations: list[Observation | None] = []
+        encoded = ObservationTokens(np.zeros(0), np.zeros(0))
         if is_main_process():
             with self.work.stage("env", self.number):
                 asked = [self.rows[p] for p, _ in places], [self.episodes[p][g] for p, g in places]
                 ended = [_tokens(samples, place)[-1] in env.eos_ids for place in places]
-                answers, reply = ask_environment(env, self.fns.prepare, *asked, ended, places, self.active.shape)
+                observations, encoded = ask_environment(env, self.fns.prepare, *asked, ended, places, self.active.shape)
         if process_count() > 1:
-            answers, reply = self._shared_observations(answers, reply)
-        for place, answer in zip(places, answers, strict=True):
-            self.active[place] = answer is not None and not answer.done
-            failed[place] = answer is None
-            self._change_last(place, observation=answer)
-        return reply
+            observations, encoded = self._shared_observations(observations, encoded)
+        for place, observation in zip(places, observations, strict=True):
+            self.active[place] = observation is not None and not observation.done
+            failed[place] = observation is None
+            self._change_last(place, observation=observation)
+        return encoded
 
     def _shared_observations(
-        self, answers: list[Observation | None], reply: ReplyTokens
-    ) -> tuple[list[Observation | None], ReplyTokens]:
-        """Return process 0's answers in all processes; the others have no pictures but the prepared ones."""
-        texts = [None if answer is None else [answer.text, answer.done] for answer in answers]
-        pictures = None if reply.pictures is None else [*reply.pictures]
-        texts, tokens, mask, pictures = self.work.share([texts, reply.tokens, reply.mask, pictures])
+        self, observations: list[Observation | None], encoded: ObservationTokens
+    ) -> tuple[list[Observation | None], ObservationTokens]:
+        """Return process 0's observations in all processes; the others have no pictures but the prepared ones."""
+        texts = [None if one is None else [one.text, one.done] for one in observations]
+        pictures = None if encoded.pictures is None else [*encoded.pictures]
+        texts, tokens, mask, pictures = self.work.share([texts, encoded.tokens, encoded.mask, pictures])
         if is_main_process():
-            return answers, reply
-        answers = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
-        return answers, ReplyTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
+            return observations, encoded
+        observations = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
+        return observations, ObservationTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
 
     def _remembered(self) -> list[list[Episode]]:
         return [
@@ -394,8 +394,8 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     )
 
 
-def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], length: int, pad_id: int) -> Samples:
-    """Join all turns of each completion and the replies between them to one stream without holes, [P, G, length].
+def join_turns(samples: Sequence[Samples], observed: Sequence[ObservationTokens], length: int, pad_id: int) -> Samples:
+    """Join all turns of each completion and the observations between them to one stream without holes, [P, G, length].
 
     `mask` is true for the policy's tokens, `present` for the first places of each row; `turn` is a token's turn from
     0, or the turn that it answers. A completion is truncated if any of its turns was. `samples` has each turn, [P, G,
@@ -406,7 +406,7 @@ def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], lengt
         number = np.full_like(one.tokens, turn)
         parts.append((one.tokens, one.mask, one.mask, one.logprobs, one.sampler_logprobs, number))
         if turn + 1 < len(samples):
-            tokens, there = replies[turn].tokens, replies[turn].mask
+            tokens, there = observed[turn].tokens, observed[turn].mask
             nothing = np.zeros(there.shape, np.float32)
             parts.append((tokens, there, np.zeros_like(there), nothing, nothing, np.full_like(tokens, turn)))
     whole = [np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)]

@@ -275,7 +275,10 @@ class RunDirectory:
         """Write images/000_turn_1.png, 000_episode_shown_0.png, 000_turn_1_shown_0.png, …, and episodes.json."""
         texts, drawn = [], []
         for entry in episodes:
-            turns = [{"text": turn.text, "scores": dict(turn.scores), "answer": turn.answer} for turn in entry.turns]
+            turns = [
+                {"text": turn.text, "scores": dict(turn.scores), "observation": turn.observation}
+                for turn in entry.turns
+            ]
             texts.append({"prompt": entry.prompt, "turns": turns})
             drawn.append(_numbered("episode_shown", entry.pictures))
             for number, turn in enumerate(entry.turns, 1):

@@ -323,7 +323,7 @@ def make_rollout_fns(
             bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
     return RolloutFns(
         encode=encode,
-        decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
+        decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config)),
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
@@ -353,7 +353,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
-        limit=section.max_answer_tokens,
+        limit=section.max_observation_tokens,
         vision=loaded.config.vision,
         role=environment.role,
         **template_options(config.data),

@@ -98,7 +98,8 @@ def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -
 def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequence[str]) -> dict[str, float]:
     """A batch's episodes in a metrics row; nothing where the policy writes once.
 
-    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
+    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns" and "observation_tokens" are
+    per episode.
     """
     lengths, samples = rollout.lengths, rollout.samples
     if lengths.shape[2] == 1 or samples is None or samples.present is None:
@@ -113,7 +114,7 @@ def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequenc
         written = lengths[:, :, turn]
         row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
     answered = (samples.present & ~samples.mask).sum(-1)
-    return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
+    return row | {"turns": float((lengths > 0).sum(-1).mean()), "observation_tokens": float(answered.mean())}
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -143,8 +144,8 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
             entry = {"prompt": rollout.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
             if turns > 1:
-                answer = None if turn.observation is None or turn.observation.done else turn.observation.text
-                entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
+                observation = None if turn.observation is None or turn.observation.done else turn.observation.text
+                entry |= {"episode": p * group + g, "turn": number + 1, "observation": observation}
             entry |= dict(zip(names, values[p, g, number], strict=True))
             entry |= {
                 "advantage": np.float32(advantage),

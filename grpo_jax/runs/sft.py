@@ -36,7 +36,7 @@ from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, 
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
-"""A prompt (a text or a row) and the text to write; of an episode then an answer (text or `Observation`), a text, …"""
+"""A prompt (a text or a row) and the text to write; of an episode then an observation or its text, a text, …"""
 
 UNTRAINED = "untrained"
 """The policy as it was loaded, before SFT."""
@@ -230,9 +230,9 @@ def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] =
     ids, learned = [], []
     for number, text in enumerate(texts):
         if number and env is not None:
-            answer = answers_of(pair)[number - 1]
-            seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += env.encode_observation(answer, ids[-1] in ctx.policy.eos_ids, seen)
+            observation = observations_of(pair)[number - 1]
+            seen, left = left[: len(observation.pictures)], left[len(observation.pictures) :]
+            ids += env.encode_observation(observation, ids[-1] in ctx.policy.eos_ids, seen)
             learned += [False] * (len(ids) - len(learned))
         ids += supervised_tokens(ctx, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))
@@ -243,7 +243,7 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
     """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
     fns, section = ctx.fns, ctx.config.sampling
     prompts = fns.encode([as_row(pair[0]) for pair in pairs])
-    seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
+    seen = [[picture for observation in observations_of(pair) for picture in observation.pictures] for pair in pairs]
     shown = prepared(fns.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
     tokens = np.full((len(pairs), 1, section.stream_tokens), ctx.policy.pad_id, np.int32)
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
@@ -251,7 +251,7 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
         ids, learned = supervised_stream(ctx, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
-    pictures = {"pictures": prompts.pictures, "answers": shown}
+    pictures = {"pictures": prompts.pictures, "observations": shown}
     encode_images = fns.encode_images
     states = {
         name: encode_images(variables, some)[1]
@@ -268,9 +268,9 @@ def texts_of(pair: Pair) -> list[str]:
     return list(pair[1::2])
 
 
-def answers_of(pair: Pair) -> list[Observation]:
-    """Answers between a pair's turns."""
-    return [as_observation(answer) for answer in pair[2::2]]
+def observations_of(pair: Pair) -> list[Observation]:
+    """Observations between a pair's turns."""
+    return [as_observation(observation) for observation in pair[2::2]]
 
 
 def as_row(prompt: str | Row) -> Row:

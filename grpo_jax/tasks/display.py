@@ -108,14 +108,14 @@ class ShownTurn(NamedTuple):
     Attributes:
         scores: Rewards and watched measures by name, NaN where missing.
         image: The picture drawn of it, uint8 [H, W, 3], or None.
-        answer: The environment's; None where the episode ended.
-        pictures: What the policy saw of the answer, uint8 [H, W, 3].
+        observation: The environment's; None where the episode ended.
+        pictures: What the policy saw of the observation, uint8 [H, W, 3].
     """
 
     text: str
     scores: Mapping[str, float | None] = {}
     image: Picture | None = None
-    answer: str | None = None
+    observation: str | None = None
     pictures: Sequence[Picture] = ()
 
 

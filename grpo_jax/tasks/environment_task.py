@@ -24,7 +24,7 @@ _HELD_OUT = 64  # episodes that choose the best checkpoint, and as many that mea
 
 
 class Environment(Task):
-    """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done)."""
+    """Episodes of environments of your own: reset(seed) → prompt, step(text) → (observation, reward, done)."""
 
     environment: dict[str, Any] | list[str] | str = []
     """Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of several a list,
@@ -33,7 +33,7 @@ class Environment(Task):
     """How many episodes there are to train on, over and over; further ones are held out."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
-        "sampling": {"turns": 4, "max_new_tokens": 64, "max_answer_tokens": 64},
+        "sampling": {"turns": 4, "max_new_tokens": 64, "max_observation_tokens": 64},
         "algorithm": {"turn_advantage": "return"},
     }
 

@@ -265,7 +265,7 @@ class PictureTask(Task):
         )
         conditioned(config.rewards)
 
-    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
+    def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)

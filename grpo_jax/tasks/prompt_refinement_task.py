@@ -38,7 +38,7 @@ class PromptRefinement(PictureTask):
     defaults: ClassVar[Mapping[str, Any]] = {**PictureTask.defaults, "sampling": {"turns": 2}}
     default_config: ClassVar[str | None] = "prompt_refinement_miniature"
 
-    answer: str = ""
+    observation: str = ""
     """What is said between two turns; {prompt} stands for the user's. Empty: a request to fix what is wrong."""
     shown: Shown = "drawn"
     """What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none", or that
@@ -57,9 +57,9 @@ class PromptRefinement(PictureTask):
         return 0, int(self.shown != "none")
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Load the prompts, the renderer and the answer between two turns."""
+        """Load the prompts, the renderer and the observation between two turns."""
         config = setup.config
-        instruction = self.answer or INSTRUCTION
+        instruction = self.observation or INSTRUCTION
         prompts = setup.prompts or picture_prompts(config)
         controls = {name: make_step(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
         return replace(

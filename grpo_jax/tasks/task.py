@@ -54,7 +54,7 @@ class Choices(NamedTuple):
     """The texts of which each completion is one: a catalogue that the policy ranks by its own likelihood.
 
     Attributes:
-        texts: As `Task.listed_texts` returns them; those that are the same tokens count as the first.
+        texts: As `Task.choices` returns them; those that are the same tokens count as the first.
         columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
             of each row's ranking, for rewards and measures.
     """
@@ -82,11 +82,11 @@ class TurnEnvironment(NamedTuple):
     """The environment that answers the policy between its turns (sampling.turns).
 
     Attributes:
-        step: (rows, episodes) → an answer to each: an `Observation`, a text, or None where the episode is done; None
+        step: (rows, episodes) → an `Observation` of each, a text, or None where the episode is done; None
             for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
-        shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
-        role: Whose message of the chat template an answer is.
+        shows_pictures: Whether observations hold pictures that no prompt has: the policy then needs its vision tower.
+        role: Whose message of the chat template an observation is.
     """
 
     step: Env | None = None
@@ -136,10 +136,10 @@ class TaskData:
         source: Where the prompts are from, in a word; "" for the name in data.prompts.
         render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`,
             iteration, evaluation) → pictures; None where nothing is drawn.
-        environment: Answers between two turns.
+        environment: Observations between two turns.
         report: Results beside the rewards.
         pairs: () → (prompt, text) pairs that SFT teaches, the prompt a text or, with pictures, one of the
-            rows; of episodes (prompt, text, answer, text, …); None if there are none.
+            rows; of episodes (prompt, text, observation, text, …); None if there are none.
         vocabulary: Of a new policy; None if there is none.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
         choices: The list of texts that may be written; None for any text.
@@ -183,11 +183,11 @@ class Task(Section):
             UserError: Naming the field.
         """
 
-    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
+    def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the function (completion, user's prompt) → the text that is judged."""
         return as_is
 
-    def listed_texts(self, config: Config) -> Sequence[str] | None:
+    def choices(self, config: Config) -> Sequence[str] | None:
         """Return the texts that a completion may be, where the data have `choices`; None for any text.
 
         It serves questions to a trained policy. A UserError if data are missing or bad.
@@ -195,7 +195,7 @@ class Task(Section):
         return None
 
     def count_pictures(self, config: Config) -> tuple[int, int]:
-        """Return the most pictures of a prompt, and of an answer between two turns, for `--plan`.
+        """Return the most pictures of a prompt, and of an observation between two turns, for `--plan`.
 
         A UserError if data are bad.
         """

@@ -25,8 +25,8 @@ class Text(Task):
 
     environment: str = ""
     """What answers the policy between its turns (sampling.turns), package.module:function or file.py:function:
-    step(rows, episodes) → an answer for each, its text alone, or None where it is done. Tools that data.tools names
-    answer by themselves."""
+    step(rows, episodes) → an observation for each, its text alone, or None where it is done. Tools that data.tools
+    names answer by themselves."""
     pictures: bool = False
     """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""
     seeds: PositiveCount = 1024
@@ -49,7 +49,7 @@ class Text(Task):
         )
         require(not (self.environment and tools), "task.environment", "nothing with data.tools by name", tools)
 
-    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
+    def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return completions as they are; a continuation with its prompt."""
         return continued if config.data.form == "append" else as_is
 

@@ -125,9 +125,9 @@ class Batch(NamedTuple):
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], the targets of the values, or None.
         packing: Rows that short completions share, or None for a row each.
-        pictures: Pictures of the prompts ("pictures" [P, I, ..]) and of the answers among the tokens ("answers" [P,
-            G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
-        present: bool [P, G, T], all tokens that are read: of an episode also the answers. None for `mask`.
+        pictures: Pictures of the prompts ("pictures" [P, I, ..]) and those that stand among the tokens ("observations"
+            [P, G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
+        present: bool [P, G, T], all tokens that are read: of an episode also the observations. None for `mask`.
         turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
     """
 
@@ -226,7 +226,7 @@ def make_batch(
         batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
-    if "answers" not in shown:  # among pictures a row holds one completion
+    if "observations" not in shown:  # among pictures a row holds one completion
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
     cut = (trimmed(array, prompts[1], left=True, worth=read * _WORTH) for array in prompts)

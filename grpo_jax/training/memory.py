@@ -45,10 +45,10 @@ from grpo_jax.training.update import make_configured_step, make_preparation
 
 
 class Shown(NamedTuple):
-    """The most pictures in a prompt and among an episode's answers, and the patches of one picture."""
+    """The most pictures in a prompt and among an episode's observations, and the patches of one picture."""
 
     prompt: int
-    answers: int
+    observations: int
     patches: int
 
 
@@ -127,7 +127,7 @@ def batch_shapes(
     batch = make_batch((prompt.astype(np.int32), prompt), samples, objectives, np.ones(prompts, bool), config.algorithm)
     if shown is not None:
         batch = batch._replace(pictures=shown(shape[:2]))
-        batch = batch._replace(packing=None) if "answers" in batch.pictures else batch  # as `make_batch`
+        batch = batch._replace(packing=None) if "observations" in batch.pictures else batch  # as `make_batch`
     whole = training.replace(minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     prepare = make_preparation(forward, config.algorithm, config.ppo, whole)
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
@@ -249,7 +249,7 @@ def shown_shapes(
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 
     def of_rows(rows: tuple[int, ...]) -> dict[str, PyTree]:
-        counts = {"pictures": (rows[:1], shown.prompt), "answers": (rows, shown.answers)}
+        counts = {"pictures": (rows[:1], shown.prompt), "observations": (rows, shown.observations)}
         pictures = {
             name: picture_shapes(vision, (*lead, count), shown.patches)
             for name, (lead, count) in counts.items()

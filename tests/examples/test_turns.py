@@ -80,8 +80,8 @@ def test_the_calculator_is_asked_and_answers(calculated):
             assert len(turns) == 1 + called
             if called:
                 expression = first["text"].removeprefix("call ").replace("plus", "+").replace("minus", "-")
-                assert first["answer"] == str(eval(expression)) and first["reward/right"] == 0
-            assert last["answer"] is None
+                assert first["observation"] == str(eval(expression)) and first["reward/right"] == 0
+            assert last["observation"] is None
             expected = eval(last["prompt"].replace("plus", "+").replace("minus", "-"))
             assert last["reward/right"] == float(last["text"] == str(expected))
             assert [turn["eval_rewards/asked"] for turn in turns] == [first["text"] == f"call {first['prompt']}"] * len(
@@ -120,7 +120,7 @@ def test_metrics_tell_of_turns(calculated):
     assert row["completion_tokens"] == pytest.approx(np.mean([sum(t["length"] for t in turns) for turns in table]))
     # An answer is the number and the mark behind it, after an end mark where the call was cut off.
     said = [2 + turns[0]["truncated"] if len(turns) > 1 else 0 for turns in table]
-    assert row["answer_tokens"] == pytest.approx(np.mean(said))
+    assert row["observation_tokens"] == pytest.approx(np.mean(said))
     assert {"seconds/env", "seconds/sample", "seconds/score"} <= json.loads(
         (calculated / "metrics.jsonl").read_text().splitlines()[0]
     ).keys()
@@ -133,7 +133,7 @@ def test_a_game_ends_when_the_number_is_found(guessed):
         table = episodes(guessed, step)
         for turns in table:
             assert all(turn["reward/found"] == 0 for turn in turns[:-1])
-            assert all(turn["answer"] in ("higher", "lower") for turn in turns[:-1]) and len(turns) <= 3
+            assert all(turn["observation"] in ("higher", "lower") for turn in turns[:-1]) and len(turns) <= 3
             ended += len(turns) < 3
         for group in (table[start : start + 4] for start in range(0, 16, 4)):
             for turn in range(3):
@@ -152,7 +152,7 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     after = {name: summary[name]["after"] for name in names}
     shown = json.loads((guessed / "images" / "episodes.json").read_text())
     scores = [[turn["scores"]["found"] for turn in entry["turns"]] for entry in shown]
-    assert len(scores) == 4 and shown[0]["turns"][0]["answer"] in ("higher", "lower", None)
+    assert len(scores) == 4 and shown[0]["turns"][0]["observation"] in ("higher", "lower", None)
     by_turn = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(3)]
     assert [after["found_turn_1"], after["found_turn_2"], after["found"]] == [np.mean(one) for one in by_turn]
     assert after["found_peak"] == after["found"] and after["found_gain"] == after["found"] - after["found_turn_1"]
@@ -177,7 +177,10 @@ def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
         ({"task.environment": f"{CALCULATOR}:nothing"}, "has no nothing"),
         ({"task.environment": f"{CALCULATOR}:SIGNS"}, "it is a dict, not a function"),
         ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
-        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:step"}, "max_answer_tokens is 1"),
+        (
+            {"sampling.max_observation_tokens": 1, "task.environment": f"{CALCULATOR}:step"},
+            "_observation_tokens is 1",
+        ),
     ],
 )
 def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
@@ -188,7 +191,7 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
         "sampling.turns": 2,
         "sft.steps": 0,
         "sampling.max_new_tokens": 5,
-        "sampling.max_answer_tokens": 4,
+        "sampling.max_observation_tokens": 4,
         **options,
     }
     task = given.pop("task", "text")
@@ -228,17 +231,17 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
             walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
             assert math.isnan(game if prompt.startswith("at") else walk)
             assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
-            if prompt.startswith("at") and turn["answer"] is None:  # it reached the goal, or had no more turns
+            if prompt.startswith("at") and turn["observation"] is None:  # it reached the goal, or had no more turns
                 reached = distance(seen) == 1 and turn["reward/reward"] == 1
                 assert turn is turns[-1] and (reached or len(turns) == 4)
             elif prompt.startswith("at"):
-                assert turn["reward/reward"] == 0.5 * (distance(turn["answer"]) < distance(seen))
-            elif turn["answer"] is not None:
+                assert turn["reward/reward"] == 0.5 * (distance(turn["observation"]) < distance(seen))
+            elif turn["observation"] is not None:
                 low, high = (int(seen.split()[place]) for place in (1, 3))
-                left = [int(turn["answer"].split()[place]) for place in (1, 3)]
+                left = [int(turn["observation"].split()[place]) for place in (1, 3)]
                 guess = int(turn["text"]) if turn["text"].isdigit() else 0
                 ruled_out = min(guess - low, high - guess) + 1 if low <= guess <= high else 0
                 assert turn["reward/reward"] == pytest.approx(0.5 * ruled_out / (high - low + 1))
                 expected = [[guess + 1, high], [low, guess - 1]] if ruled_out else [[low, high]]
                 assert left in expected
-            seen = turn["answer"]
+            seen = turn["observation"]

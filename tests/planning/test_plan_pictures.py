@@ -36,7 +36,7 @@ SMALL = (
 LORA = ("--policy.lora.rank=2", "--policy.frozen_dtype=bfloat16")
 MODEL = read_config(TINY)
 TOWER = jax.eval_shape(lambda: init_tower(MODEL.vision, jax.random.key(0)))
-ONE = Shown(prompt=1, answers=0, patches=64)
+ONE = Shown(prompt=1, observations=0, patches=64)
 
 
 def configured(*arguments):
@@ -82,18 +82,18 @@ def test_adapters_on_the_tower_are_trained(not_compiled):
 def test_an_update_takes_states_or_pictures():
     """States of a frozen tower; pictures where it is trained; both in prompts and among the turns."""
     batches = []
-    turns = ("--sampling.turns=2", "--sampling.max_answer_tokens=24", "--task.environment=games.py:say")
-    both = Shown(prompt=2, answers=1, patches=64)
+    turns = ("--sampling.turns=2", "--sampling.max_observation_tokens=24", "--task.environment=games.py:say")
+    both = Shown(prompt=2, observations=1, patches=64)
     for arguments in (turns, (*turns, "--policy.vision=train"), (*turns, *LORA, "--policy.lora.vision=true")):
         batches.append(update_program(configured(*arguments), MODEL, None, both).arguments[1])
     frozen, trained, adapted = batches
     assert {name: states.states.shape for name, states in frozen.pictures.items()} == {
         "pictures": (4, 2, 16, 32),
-        "answers": (4, 3, 1, 16, 32),
+        "observations": (4, 3, 1, 16, 32),
     }
     for batch in (trained, adapted):
-        pictures, answers = batch.pictures["pictures"], batch.pictures["answers"]
-        assert pictures.patches.shape == (4, 2, 64, 96) and answers.patches.shape == (4, 3, 1, 64, 96)
+        pictures, observations = batch.pictures["pictures"], batch.pictures["observations"]
+        assert pictures.patches.shape == (4, 2, 64, 96) and observations.patches.shape == (4, 3, 1, 64, 96)
         assert pictures.windows.shape == (4, 2, 4, 4)
     assert not update_program(configured(), MODEL, None).arguments[1].pictures
 

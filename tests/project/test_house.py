@@ -21,7 +21,7 @@ HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "acce
 KNOWN_BY_BRIDGES = (
     "grpo_jax.config.judge",
     "grpo_jax.errors",
-    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "retrieval")),
+    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "sections")),
 )
 TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
 
@@ -75,6 +75,14 @@ def test_no_circle_of_modules():
     """Imports inside functions count; types of the own room do not."""
     graph = {name: {target(found.module) for found in imports_of(name)} & FILES.keys() - {name} for name in FILES}
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the modules
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import make_architecture
+
+    assert make_architecture.render() == make_architecture.TARGET.read_text(encoding="utf-8")
+    assert make_architecture.room_graph().keys() - {"bridges"} == set(ROOMS) - {"errors", "rewards"}
 
 
 def test_the_core_is_jax_alone():
@@ -151,7 +159,7 @@ def test_no_task_is_known_by_name():
         for word in TASKS.findall(path.read_text(encoding="utf-8"))
     }
     extras = {("errors.py", "recommendation")}
-    assert found == {("config/help.py", "miniature")} | extras
+    assert found == {("config/command_line.py", "miniature")} | extras
 
 
 # ----------------------------------------------------------------------------------------------------- what is loaded

@@ -260,7 +260,7 @@ def raising(rows, episodes):
 
 BAD = {
     "raises": (raising, "the environment: it raised KeyError: 'the tool is away'"),
-    "too few": (lambda rows, episodes: ["5"], "it must return a list of 8 answers, one for each completion, got 1"),
+    "too few": (lambda rows, episodes: ["5"], "it must return a list of 8 observations, one for each .*, got 1"),
     "a number": (
         lambda rows, episodes: [7] * len(rows),
         r"it answered 7, not an Observation .*, a text or None to completion 0",
@@ -269,13 +269,13 @@ BAD = {
         lambda rows, episodes: [Observation("5", (np.zeros((4, 4, 3)),))] * len(rows),
         "it answered with a picture, and the policy reads text alone",
     ),
-    "too long": (lambda rows, episodes: ["long"] * len(rows), "the environment: its answer 'long' takes too many"),
+    "too long": (lambda rows, episodes: ["long"] * len(rows), "the environment: its observation 'long' takes too many"),
 }
 
 
 def limited(answer, ended, grids):
     if answer.text == "long":
-        raise EnvError("its answer 'long' takes too many")
+        raise EnvError("its observation 'long' takes too many")
     return say(answer, ended, grids)
 
 

@@ -24,16 +24,17 @@ from support.vision.folders import picture
 
 def step(rows, episodes):
     \"\"\"Drawn in torch for one row, of Pillow and two of them for another, a text alone for the rest.\"\"\"
-    answers = []
+    observations = []
     for place, (row, episode) in enumerate(zip(rows, episodes)):
         seed = row.id * 7 + place * 3 + len(episode.turns)
         if row.id % 3 == 0:
-            answers.append(Observation("mend", (torch.rand(3, 16, 24, generator=torch.Generator().manual_seed(seed)),)))
+            drawn = torch.rand(3, 16, 24, generator=torch.Generator().manual_seed(seed))
+            observations.append(Observation("mend", (drawn,)))
         elif row.id % 3 == 1:
-            answers.append(Observation("both", (picture(seed), picture(seed + 1, 12, 28))))
+            observations.append(Observation("both", (picture(seed), picture(seed + 1, 12, 28))))
         else:
-            answers.append(Observation("again"))
-    return answers
+            observations.append(Observation("again"))
+    return observations
 
 def drawn(rows, episodes):
     return [Observation("mend", (torch.rand(3, 16, 24),)) for row in rows]
@@ -49,7 +50,7 @@ def configured(folder, turns=3, **task):
     return make_config(
         task={"kind": "text", "environment": f"{folder}/mine.py:step", **task},
         policy={"path": str(folder / "policy")},
-        sampling={"turns": turns, "group_size": 2, "max_new_tokens": 6, "max_answer_tokens": 80},
+        sampling={"turns": turns, "group_size": 2, "max_new_tokens": 6, "max_observation_tokens": 80},
         training={"prompts_per_batch": 3, "max_steps": 1},
         data={"max_prompt_tokens": 160, "prompts": "given"},
         rewards=[{"name": f"{folder}/mine.py:length"}],
@@ -74,11 +75,11 @@ def test_pictures_stand_in_the_stream_as_their_tokens(played):
     samples = episodes.samples
     for p, row in enumerate(episodes.rows):
         for g in range(2):
-            grid = np.asarray(batch.pictures["answers"].grid)[p, g].reshape(-1, 2)
+            grid = np.asarray(batch.pictures["observations"].grid)[p, g].reshape(-1, 2)
             assert (samples.tokens[p, g] == image).sum() == grid.prod(-1).sum()
             assert (grid.prod(-1) > 0).sum() == {0: 2, 1: 4, 2: 0}[row.id % 3]
             assert not samples.mask[p, g][samples.tokens[p, g] == image].any()
-    assert batch.packing is None and isinstance(batch.pictures["answers"], PictureStates)
+    assert batch.packing is None and isinstance(batch.pictures["observations"], PictureStates)
 
 
 def test_the_updates_logprobs_are_the_samplers(played):
@@ -89,7 +90,8 @@ def test_the_updates_logprobs_are_the_samplers(played):
     came = np.asarray(forward(variables, batch).logprobs)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=5e-5)
     other = batch._replace(
-        pictures=batch.pictures | {"answers": jax.tree.map(lambda array: array[:, ::-1], batch.pictures["answers"])}
+        pictures=batch.pictures
+        | {"observations": jax.tree.map(lambda array: array[:, ::-1], batch.pictures["observations"])}
     )
     moved = np.abs(np.where(mask, forward(variables, other).logprobs, 0) - np.where(mask, came, 0))
     later = mask & (np.asarray(batch.turn) > 0)
@@ -106,7 +108,7 @@ def beside(a, b):
 
 
 def test_it_is_the_long_prompts_logprobs_and_gradients(played):
-    """Each turn behind all that stood before it, prompt's pictures and answers' together, as a prompt of its own."""
+    """Each turn behind all that stood before it, all its pictures together, as a prompt of its own."""
     ctx, variables, episodes, batch = played
     policy, samples = ctx.policy, episodes.samples
     width = batch.tokens.shape[-1]
@@ -123,7 +125,7 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
     for row, (*_, before, after, _) in enumerate(apart):
         prompts[row, longest - len(before) :], prompt_mask[row, longest - len(before) :] = before, True
         tokens[row, 0, : len(after)], mask[row, 0, : len(after)] = after, True
-    flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.pictures["answers"])
+    flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.pictures["observations"])
     shown = jax.tree.map(lambda array: jnp.repeat(array, 2, axis=0), batch.pictures["pictures"])
     joined = jax.tree.map(beside, shown, flat)
     params = {"params": variables["params"]}

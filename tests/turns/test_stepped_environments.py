@@ -55,7 +55,7 @@ SMALL = {
     "report_to": [],
     "policy": {"path": "new", "new": {"width": 16, "heads": 2, "layers": 1, "window": 32}, "remat": "none"},
     "data": {"max_prompt_tokens": 4},
-    "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 4},
+    "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 4},
     "algorithm": {"advantage": "grpo"},
     "training": {"prompts_per_batch": 8, "max_steps": 2, "save_every": 1},
     "evaluation": {"every": 1, "samples": 0, "prompts": 4, "validation_prompts": 4},
@@ -210,7 +210,7 @@ def test_processes_compare_what_a_file_with_a_share_holds(tmp_path):
         ),
         (("Missing",), (), "has no Missing"),
         (("Count", "Count"), (), "task.environment: expected classes of different names"),
-        (("Broken",), (), "step must return (reply, reward, done), the reward finite or None, the"),
+        (("Broken",), (), "step must return (observation, reward, done), the reward finite or None, the"),
     ],
 )
 def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, shares, message):

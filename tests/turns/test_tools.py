@@ -226,7 +226,7 @@ def values(home, tools, *words, rewards=(), **sampling):
         "policy": {"path": str(home / "policy")},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
         | {"max_prompt_tokens": 200},
-        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 200} | sampling,
+        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200} | sampling,
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
         "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
@@ -263,9 +263,9 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
             assert row["reward/reward"] == float(counter == target)
             if row is not turns[-1]:
                 if row["text"] == WORDS["wrong"]:
-                    assert "by: Unexpected keyword argument" in row["answer"], row["answer"]
+                    assert "by: Unexpected keyword argument" in row["observation"], row["observation"]
                 else:
-                    assert row["text"] in told and row["answer"] == "\n".join(replies)
+                    assert row["text"] in told and row["observation"] == "\n".join(replies)
         assert len(turns) == 3 or turns[-1]["text"] not in (*told, WORDS["wrong"])  # an answer ends it
     assert seen >= {*told, WORDS["wrong"]}
 
@@ -303,7 +303,7 @@ def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(h
                 left, answer = (left - 2, f"{left - 2} left") if left >= 2 else (left, "error: so many are not left")
             assert row["reward/left"] == -left
             if row is not turns[-1]:
-                assert row["answer"] == answer
+                assert row["observation"] == answer
                 answers.add(answer)
     assert {*said.values(), "error: so many are not left"} <= answers
     GIVEN_TOOLS.clear()

@@ -11,7 +11,7 @@ PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 2
 
 
 def configured(**training):
-    values = {"group_size": GROUP, "max_new_tokens": STEPS, "turns": TURNS, "max_answer_tokens": ANSWER}
+    values = {"group_size": GROUP, "max_new_tokens": STEPS, "turns": TURNS, "max_observation_tokens": ANSWER}
     config = make_config(
         task={"kind": "text", "environment": "mine.py:step"},
         data={"max_prompt_tokens": 16},

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
-def listed_texts(config: Config) -> Sequence[str]:
+def choices(config: Config) -> Sequence[str]:
     """Return the items that a policy which ranks them itself may write."""
     catalogue = load_dataset(config.task, config.data.columns).catalogue
     return items_of(catalogue.written).texts

@@ -114,11 +114,11 @@ class Recommendation(Task):
             expected = f"one of {', '.join(columns)}" if columns else "nothing: the dummy world has no columns"
             require(name in columns, "data.columns", expected, name)
 
-    def listed_texts(self, config: Config) -> Sequence[str] | None:
+    def choices(self, config: Config) -> Sequence[str] | None:
         """Return the items of a policy that ranks them itself."""
-        from grpo_jax.tasks.recommendation.loading import listed_texts
+        from grpo_jax.tasks.recommendation.loading import choices
 
-        return None if self.writes == "query" else listed_texts(config)
+        return None if self.writes == "query" else choices(config)
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Read the data and open the retriever, which tests itself."""

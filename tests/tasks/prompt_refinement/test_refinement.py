@@ -101,7 +101,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--judges.renderer.batch_size=2",
         "--sampling.max_new_tokens=6",
         "--sampling.group_size=2",
-        "--sampling.max_answer_tokens=256",
+        "--sampling.max_observation_tokens=256",
         "--training.max_steps=1",
         "--training.prompts_per_batch=2",
         "--evaluation.prompts=2",

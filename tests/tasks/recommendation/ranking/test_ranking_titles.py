@@ -67,7 +67,7 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     """Against a forward pass over each title alone."""
     config, policy, dataset = restored
     loaded, rows, titles = policy.folder, dataset.prompts.test[:16], dataset.catalogue.titles
-    trie = listed_trie(config, config.task.listed_texts(config), loaded)
+    trie = listed_trie(config, config.task.choices(config), loaded)
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size,
                          rows=rows, image_processor=None)  # fmt: skip
     ids = np.array([completion_tokens(loaded.tokenizer, title, loaded.eos_ids, gap=True) for title in titles], np.int32)

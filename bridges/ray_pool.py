@@ -129,7 +129,7 @@ class JudgeActor:
     def answer(self, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         """Call a method about one batch, or the judge itself if its name is ""; the process ends if it is late."""
         judge = self._loaded
-        call, device = getattr(judge, method) if method else judge, getattr(judge, "device", "cpu")
+        call, device = getattr(judge, method) if method else judge, getattr(judge, "device", None) or "cpu"
         if self._timeout:  # though the interpreter's lock be held
             faulthandler.dump_traceback_later(self._timeout, exit=True, file=sys.__stderr__)
         try:
@@ -150,7 +150,10 @@ def _copied(value: Any, device: Any = "cpu") -> Any:
         return value
     from torch.utils._pytree import tree_map
 
-    return tree_map(lambda leaf: leaf.detach().to(device, copy=True) if _is_tensor(leaf) else leaf, value)
+    from bridges.loading import torch_device
+
+    target = torch_device(device)
+    return tree_map(lambda leaf: leaf.detach().to(target, copy=True) if _is_tensor(leaf) else leaf, value)
 
 
 def _is_tensor(value: Any) -> bool:

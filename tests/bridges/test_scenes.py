@@ -21,7 +21,7 @@ def true_pictures(kind, count, noise):
 @pytest.mark.parametrize("noise", [0, 0.05])
 @pytest.mark.parametrize("kind", scenes.KINDS)
 def test_checker_reads_true_pictures(kind, noise):
-    assert scenes.pixel_accuracy(*true_pictures(kind, 150, noise)).mean() >= 0.99
+    assert scenes.pixel_accuracy(*true_pictures(kind, 100, noise)).mean() >= 0.99
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_oracle_asks_for_what_is_requested():
 def test_no_combination_that_is_held_out_is_trained_on():
     combinations = {}
     for split in scenes.SPLITS:
-        rows = scenes.prompts(split, 1200)
+        rows = scenes.prompts(split, 600)
         assert [row["kind"] for row in rows[:12]] == [*scenes.KINDS] * 2
         words = {word for row in rows for word in row["oracle"].split()}
         assert split != "train" or words == {"a", *scenes.SYNONYMS}

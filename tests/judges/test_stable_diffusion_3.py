@@ -15,6 +15,7 @@ from support import tiny_models  # noqa: E402
 from bridges.diffusion import RenderError, RenderSettings  # noqa: E402
 from bridges.judges.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.planning.memory import judge_savings  # noqa: E402
 
 PROMPTS = ["a red dog", "two cats", "a dog of red"]
 SEEDS = [3, 2**40, 5]
@@ -187,3 +188,46 @@ def test_counting_tokens_does_not_disturb_a_rendering_thread(folder_without_t5):
     renderer.count_tokens(["a red dog", "two cats and a very long tail of words " * 20])
     assert [(one.truncation, one.padding) for one in fast] == settings
     assert not {id(counter._tokenizer) for counter in renderer._counters} & set(map(id, fast))
+
+
+def held(model) -> int:
+    """Bytes of a model's weights, and of the buffers that are saved with them."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def lines(judge) -> dict[str, int]:
+    return {name: size for name, size, _ in judge.memory()}
+
+
+@pytest.fixture
+def judge(folder):
+    return StableDiffusion3(path=str(folder), size=16, steps=1, eval_steps=2, guidance=3.0, batch_size=2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_t5": False, "dtype": "bfloat16"}], ids=["whole", "no T5, bfloat16"])
+def test_a_judge_draws_with_its_settings_and_counts_the_weights_that_it_loads(judge, fields):
+    judge = judge.replace(**fields)
+    loaded, found, item = judge.load("cpu"), lines(judge), 2 if fields else 4
+    for evaluation, steps, guidance in ((False, 1, 3.0), (True, 2, 1.0)):
+        settings = RenderSettings(steps, guidance, 16, 2)
+        drawn = loaded.draw(PROMPTS[:2], SEEDS[:2], evaluation=evaluation)
+        assert torch.equal(drawn, loaded.render(PROMPTS[:2], SEEDS[:2], settings))
+    window = 77 if fields else 256
+    assert str(loaded) == f"{judge.path}: Stable Diffusion 3, 1 step, window {window} tokens, on cpu"
+    pipeline = loaded.pipeline
+    encoders = [pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3]
+    texts = sum(held(encoder) for encoder in encoders if encoder is not None)
+    assert found["transformer and VAE"] == pytest.approx(held(pipeline.transformer) + held(pipeline.vae), rel=1e-3)
+    assert found["text encoders"] == pytest.approx(texts, rel=1e-3)
+    assert found["drawing"] == 3 * 2 * 8 * 16 * 16 * item  # two pictures' features in the VAE's last block
+    assert found["picture cache"] == 256 * 2**20
+
+
+def test_what_a_renderer_would_save_takes_less(judge):
+    """Each change is of fields that it has, and leaves less than what was changed before it."""
+    sizes = [sum(lines(judge).values())]
+    for change in judge_savings(judge).items():
+        judge = judge.replace(**dict([change]))
+        sizes.append(sum(lines(judge).values()))
+    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4

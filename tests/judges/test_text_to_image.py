@@ -11,6 +11,7 @@ diffusers = pytest.importorskip("diffusers")
 from support import tiny_models, tiny_pipelines  # noqa: E402
 
 from bridges.judges.text_to_image import TextToImage  # noqa: E402
+from grpo_jax.config.command_line import parse  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 # torch's arrays and NumPy 2, inside diffusers' schedulers
@@ -35,6 +36,15 @@ some_kinds = pytest.mark.parametrize(
         for kind in MAKERS
     ],
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Several threads are slower where products are as small as those of tiny pipelines."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +121,24 @@ def test_pictures_are_those_of_diffusers_from_the_same_latents(kind, folders, lo
         expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=guidance)
         torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
         assert (images[0] - images[2]).abs().max() > 1e-3  # or the comparison would show nothing
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "window"),
+    [
+        ("prompt_enhancement_sdxl_turbo", "StableDiffusionXLPipeline", 77),
+        ("prompt_enhancement_flux_schnell", "FluxPipeline", 256),
+    ],
+)
+def test_a_shipped_config_draws(config, kind, window, folders):
+    small = [f"--judges.renderer.path={folders[kind]}", "--judges.renderer.size=32", "--judges.renderer.batch_size=2"]
+    judge = parse([f"--config={config}", *small]).judges["renderer"]
+    judge.check()
+    renderer = judge.load("cpu")
+    assert f": {kind}, 4 steps, window {window} tokens" in str(renderer)
+    images = renderer.draw(["a red dog", "two cats"], [1, 1], evaluation=True)
+    assert images.shape == (2, 3, 32, 32) and torch.isfinite(images).all()
+    assert renderer.pipeline.vae.dtype == torch.bfloat16
 
 
 @some_kinds

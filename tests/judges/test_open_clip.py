@@ -72,6 +72,12 @@ def test_features_and_similarities_are_those_of_open_clip(scorer, reference, sha
     assert scorer.image_text(images, TEXTS).std() > 1e-4  # or the comparisons would show nothing
 
 
+def test_the_plan_counts_its_weights(folder, scorer):
+    weights = 4 * sum(parameter.numel() for parameter in scorer.model.parameters())
+    for dtype, share in (("float32", 1), ("bfloat16", 2)):
+        assert OpenClip(model=str(folder), dtype=dtype).memory()[0][1] == pytest.approx(weights / share, rel=1e-3)
+
+
 def test_scores_do_not_depend_on_their_company(folder):
     images = pictures(11)
     texts = [f"dog {letter}" for letter in "abcdefghijk"]

@@ -38,15 +38,6 @@ some_kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Several threads are slower where products are as small as those of tiny pipelines."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A pipeline of each kind."""

@@ -1,0 +1,12 @@
+"""Several threads are slower than one where products are as small as those of tiny pipelines."""
+
+import pytest
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request, rest = take_request(words)
         config = parse(rest, "plan" if request is not None else "resume" if "--resume" in rest else "train")
         if request is not None:
-            from grpo_jax.planning.command import show_plan
+            from grpo_jax.planning.memory import show_plan
 
             return show_plan(config, request)
         if config.run_dir is None:

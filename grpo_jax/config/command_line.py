@@ -76,9 +76,9 @@ memory, devices and the length of the run may change.
     "plan": """\
 usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of grpo train …]
 
-Says what each device would hold, whether the run fits, and what would make it fit; trains nothing.
+Says what each device would hold, and whether the run fits; trains nothing.
 --target compiles for a device that is not here: h100, h200, b200, a100, a6000, rtx6000pro, v5e,
-v6e, v5p; h100:8, h100:2x8. Exit code: 0 fits, 1 does not.
+v6e, v5p; h100:8. Exit code: 0 fits, 1 does not.
 
   grpo plan --config my.yaml --device_memory_gib 80,80
   grpo plan --config my.yaml --target h100

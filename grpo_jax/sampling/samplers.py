@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
-from grpo_jax.core.trie import Trie, make_trie
+from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
+from grpo_jax.models.hf.chat import Tokenizer, plain_tokens, special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
@@ -143,26 +143,6 @@ def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *
     return ids[: stop + 1]
 
 
-def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most: int) -> Trie:
-    """The tree of a task's texts (`tasks.task.Choices`); of texts with the same tokens the first counts.
-
-    UserError where a text is longer than `most` (sampling.max_new_tokens), or has no token of its own.
-    """
-    unknown = loaded.tokenizer.unk_token_id
-    numbers: dict[tuple[int, ...], int] = {}
-    for number, text in enumerate(texts):
-        ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-        words = f"at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, which may be written"
-        require(len(ids) <= most, "sampling.max_new_tokens", words, most)
-        if all(token == unknown for token in ids[:-1]):
-            raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
-        numbers.setdefault(tuple(ids), number)
-    trie = make_trie(list(numbers), vocab_size=loaded.config.vocab_size)
-    first = np.array(list(numbers.values()))
-    text = np.asarray(trie.text)
-    return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
-
-
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:
     """Stop strings as an automaton over tokens: the state that each leads to, int32 [S, V], from `START`.
 
@@ -218,3 +198,78 @@ def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes])
         step = np.array([pieces[token][place] for token in longer.tolist()])
         reached[longer] = flat[len(moves) * step[:, None] + reached[longer]]
     return reached.T
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by itself, in SentencePiece's way
+_CHECKS = 16  # random texts that must come out as their tokens say
+_CHECKED = 24  # tokens of each
+
+
+class Pieces(NamedTuple):
+    """Bytes by token id, V of each; special tokens and ids without a token add nothing.
+
+    `first` are those of a token that begins a text, `later` of a token behind others.
+    """
+
+    first: list[bytes]
+    later: list[bytes]
+
+
+def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
+    """Bytes that tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
+
+    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
+    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after
+    another.
+    """
+    special = special_ids(tokenizer)
+    size = min(len(tokenizer), vocab_size)
+    names = tokenizer.convert_ids_to_tokens(list(range(size)))
+    ordinary = [token for token in range(size) if token not in special and names[token] is not None]
+    byte_level = "ByteLevel" in str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+    pieces = Pieces([b""] * vocab_size, [b""] * vocab_size)
+    if byte_level:
+        of_character = _byte_alphabet()
+        for token in ordinary:
+            name = names[token]
+            spelled = all(character in of_character for character in name)
+            piece = bytes(map(of_character.__getitem__, name)) if spelled else name.encode()
+            pieces.first[token] = pieces.later[token] = piece
+    else:
+        _read_pieces(tokenizer, ordinary, names, pieces)
+    # Bytes that are no character together come out as decoders like, each in its own way.
+    whole = ordinary if byte_level else [token for token in ordinary if not _BYTE.fullmatch(names[token])]
+    return pieces if whole and _holds(tokenizer, whole, pieces) else None
+
+
+def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
+    anchor = next((token for token in ordinary if names[token].isascii() and names[token].isalpha()), ordinary[0])
+    start = _decoded(tokenizer, [anchor])
+    for token in ordinary:
+        if byte := _BYTE.fullmatch(names[token]):
+            pieces.first[token] = pieces.later[token] = bytes([int(byte.group(1), 16)])
+        else:
+            pieces.first[token] = _decoded(tokenizer, [token]).encode()
+            pieces.later[token] = _decoded(tokenizer, [anchor, token]).removeprefix(start).encode()
+
+
+def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> bool:
+    """Whether random texts are the pieces of their tokens, one after another."""
+    random = np.random.default_rng(0)
+    for _ in range(_CHECKS):
+        tokens = random.choice(np.asarray(ordinary), _CHECKED).tolist()
+        text = pieces.first[tokens[0]] + b"".join(pieces.later[token] for token in tokens[1:])
+        if _decoded(tokenizer, tokens) != text.decode(errors="replace"):
+            return False
+    return True
+
+
+def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

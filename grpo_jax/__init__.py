@@ -39,8 +39,10 @@ _PUBLIC = {
     "rollout.prompts": ("make_prompt_set",),
     "sampling.sampler": ("Samples", "generate", "make_sampler"),
     "sampling.token_choice": ("SamplingParams",),
-    "tasks.display": ("Chart", "Curve", "Display", "Findings", "Table"),
-    "tasks.task": ("Task", "TaskData", "TaskReport", "TaskSetup", "TurnEnvironment", "Vocabulary"),
+    "tasks.task": (
+        *("Chart", "Curve", "Display", "Findings", "Table", "Task", "TaskData", "TaskReport", "TaskSetup"),
+        *("TurnEnvironment", "Vocabulary"),
+    ),
     "train": ("run",),
 }
 _PLACES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -60,9 +60,8 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     import jax
 
     from grpo_jax.rollout.data import Row
-    from grpo_jax.rollout.encoding import make_encode
+    from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens
     from grpo_jax.rollout.prompts import read_prompt, take_pictures
-    from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
     from grpo_jax.runs.policy import image_processor_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
@@ -91,7 +90,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
         texts = config.task.choices(config)
         ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
         return make_sampler(
-            policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=listed_trie(config, texts, loaded)
+            policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=choices_trie(config, texts, loaded)
         )
 
     def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
@@ -121,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.compile_cache import enable_compile_cache
+    from grpo_jax.runs.processes import enable_compile_cache
 
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()

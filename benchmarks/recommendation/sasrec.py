@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_jax.config.command_line import find_config, load_config
-from grpo_jax.tasks.recommendation.baselines import make_prior, rank_all
+from grpo_jax.tasks.recommendation.baselines import make_prior, ndcg, rank_all, rank_of
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
-from grpo_jax.tasks.recommendation.metrics import ndcg, rank_of
 from grpo_jax.tasks.recommendation.report import direction_groups, format_table, make_table, table_records
 from grpo_jax.tasks.recommendation.task import PriorSection
 

@@ -10,6 +10,7 @@ import bisect
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from grpo_jax.errors import UserError, short_name
+from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.rollout.pictures import File, Source, digest
 
-if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
+if TYPE_CHECKING:
     from grpo_jax.config.sections import TrainingSection
-    from grpo_jax.models.hf.chat import Message
 
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
@@ -78,36 +79,45 @@ def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]
     return results
 
 
-ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages")])
-"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone)."""
+FACTS = np.dtype(
+    [(name, np.int64) for name in ("id", "place", "text_bytes", "pictures", "messages")]
+    + [("digest", "S32"), ("content", "S16"), ("split", np.int8)]
+)
+"""Facts of a row that is not held: its id, its place in the source, bytes of all its text, its pictures and messages
+(0 for a prompt alone), hashes of its prompt and of all that it holds, and its place in `SPLITS`, or `NO_SPLIT`."""
+NO_SPLIT = -1
 
 
-def size_of_row(row: Row) -> tuple[int, int, int]:
-    """Return the entries of `ROW_SIZES` of a row."""
-    texts = [message.text for message in row.messages] or [row.prompt]
-    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages)
+def facts_of(row: Row, place: int = 0, split: int = NO_SPLIT) -> tuple:
+    """Return the entries of `FACTS` of a row; columns that JSON does not have count as null."""
+    content = (row.prompt, [(message.role, message.parts) for message in row.messages], len(row.pictures), row.columns)
+    text = json.dumps(content, default=lambda value: None, skipkeys=True)
+    return (
+        *(row.id, place, text_bytes(row), len(row.pictures), len(row.messages)),
+        *(hashlib.sha256(row.key.encode()).digest(), hashlib.blake2b(text.encode(), digest_size=16).digest(), split),
+    )
+
+
+def text_bytes(row: Row) -> int:
+    """Count the bytes of all text of a row."""
+    return sum(len(text.encode()) for text in [message.text for message in row.messages] or [row.prompt])
 
 
 class Rows(Sequence[Row]):
-    """Rows that are made each time they are asked for; what they are made of stays where it lies."""
+    """Rows that are made each time they are asked for, by make(place); what they are made of stays where it lies."""
 
-    def __init__(
-        self, make: Callable[[int], Row], places: np.ndarray, sizes: np.ndarray, contents: np.ndarray | None = None
-    ):
-        """Rows make(place) for i64 places [n], their `ROW_SIZES` [n], and perhaps their `row_content` S16 [n]."""
+    def __init__(self, make: Callable[[int], Row], facts: np.ndarray):
         self.make = make
-        self.places = places
-        self.sizes = sizes
-        self.contents = contents
+        self.facts = facts  # `FACTS` [n]
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.facts)
 
     def __getitem__(self, index: Any) -> Any:
         """A row; of a slice all of them, made."""
         if isinstance(index, slice):
-            return tuple(map(self.make, self.places[index].tolist()))
-        return self.make(int(self.places[index]))
+            return tuple(map(self.make, self.facts["place"][index].tolist()))
+        return self.make(int(self.facts["place"][index]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -118,13 +128,12 @@ class Rows(Sequence[Row]):
 
     def take(self, which: np.ndarray) -> Rows:
         """Return some of them, by place or by mask."""
-        contents = None if self.contents is None else self.contents[which]
-        return Rows(self.make, self.places[which], self.sizes[which], contents)
+        return Rows(self.make, self.facts[which])
 
 
-def row_sizes(rows: Sequence[Row]) -> np.ndarray:
-    """Return the `ROW_SIZES` [n] of rows."""
-    return rows.sizes if isinstance(rows, Rows) else np.array([size_of_row(row) for row in rows], ROW_SIZES)
+def row_facts(rows: Sequence[Row]) -> np.ndarray:
+    """Return the `FACTS` [n] of rows."""
+    return rows.facts if isinstance(rows, Rows) else np.array([facts_of(row) for row in rows], FACTS)
 
 
 class PromptSet(NamedTuple):
@@ -143,26 +152,9 @@ def all_rows(prompts: PromptSet) -> Rows:
         which = bisect.bisect_right(ends, place)
         return prompts[which][place - ends[which]]  # from its end
 
-    return Rows(make, np.arange(ends[-1]), np.concatenate([row_sizes(part) for part in prompts]))
-
-
-DIGEST = np.dtype("S32")
-
-
-def row_digest(row: Row) -> bytes:
-    """Return the 32 bytes of a prompt's hash."""
-    return hashlib.sha256(row.key.encode()).digest()
-
-
-CONTENT = np.dtype("S16")
-
-
-def row_content(row: Row) -> bytes:
-    """Return a hash of 16 bytes of a row's texts and columns; values that JSON does not have count as null."""
-    messages = [(message.role, message.parts) for message in row.messages]
-    content = (row.prompt, messages, len(row.pictures), row.columns)
-    text = json.dumps(content, default=lambda value: None, skipkeys=True)
-    return hashlib.blake2b(text.encode(), digest_size=CONTENT.itemsize).digest()
+    facts = np.concatenate([row_facts(part) for part in prompts])
+    facts["place"] = np.arange(len(facts))
+    return Rows(make, facts)
 
 
 TRAINING_ROWS = "training rows"
@@ -172,22 +164,20 @@ def data_identity(prompts: PromptSet) -> dict[str, str]:
     """Return a digest of the rows of each part, by which a resumed run knows its data."""
     digests = {}
     for name, rows in zip((TRAINING_ROWS, "validation rows", "test rows"), prompts, strict=True):
-        contents = getattr(rows, "contents", None)
-        if contents is None:
-            contents = np.array([row_content(row) for row in rows], CONTENT)
-        digests[name] = f"{len(rows)} of digest {hashlib.sha256(contents.tobytes()).hexdigest()[:12]}"
+        content = row_facts(rows)["content"].tobytes()
+        digests[name] = f"{len(rows)} of digest {hashlib.sha256(content).hexdigest()[:12]}"
     return digests
 
 
 def one_prompt(rows: Sequence[Row]) -> bool:
     """Return whether all rows have the same prompt."""
-    return len(rows) > 0 and all(rows[place].key == rows[0].key for place in range(1, len(rows)))
+    return len(np.unique(row_facts(rows)["digest"])) == 1
 
 
 def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the places of the rows to train on, to validate with and to test with, each in order.
 
-    Prompts are ranked by their hashes (`DIGEST` [n], of text and pictures); the first are for testing, as many next
+    Prompts are ranked by their hashes S32 [n], of text and pictures; the first are for testing, as many next
     for validation. The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a
     file moves few others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at
     least one if above 0) that each of the two parts gets. One prompt that all rows repeat is not held out.
@@ -289,3 +279,37 @@ def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[s
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}
+
+
+def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
+    """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
+
+    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
+    system message is added unless the row begins with one.
+    """
+    before = (Message("system", (Fixed(system),)),) if system else ()
+    if row.messages:
+        if instruction:
+            raise UserError(f"row {row.id} is a conversation, which has its own words: leave data.instruction empty")
+        return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
+    parts: list[Part] = [PICTURE] * len(row.pictures)
+    prompt: list[Part] = [row.prompt]
+    if row.pictures and row.prompt.count(PICTURE_MARK) == len(row.pictures) and instruction.count("{prompt}") <= 1:
+        pieces = re.split(f"({PICTURE_MARK})", row.prompt)
+        prompt = [PICTURE if piece == PICTURE_MARK else piece for piece in pieces if piece]
+        parts = []
+    for piece in re.split(r"(\{prompt\})", instruction or "{prompt}"):
+        if piece == "{prompt}":
+            parts += prompt
+        elif piece:
+            parts.append(Fixed(piece))
+    return (*before, Message("user", tuple(parts)))
+
+
+def as_chat_messages(row: Row) -> list[dict[str, object]]:
+    """Return a row's messages as chat messages; a picture is {"type": "image"}."""
+    chat = []
+    for message in messages_of(row):
+        parts = [{"type": "image"} if part is PICTURE else {"type": "text", "text": part} for part in message.parts]
+        chat.append({"role": message.role, "content": parts if PICTURE in message.parts else message.text})
+    return chat

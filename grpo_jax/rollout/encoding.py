@@ -1,4 +1,7 @@
-"""Encode prompts for a policy: messages through the chat template to tokens of one width, pictures among them."""
+"""From prompts to tokens, and from tokens to texts.
+
+Messages go through the chat template to tokens of one width, pictures among them; completions are decoded and parsed.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.fields import require
+from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
-from grpo_jax.errors import UserError, short_repr
+from grpo_jax.core.trie import Trie, make_trie
+from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import (
-    PICTURE,
-    Fixed,
-    Message,
-    Part,
     conversation_encoder,
     knows_option,
     picture_tokens,
+    special_ids,
 )
+from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import PICTURE_MARK, Row, map_pictures, row_sizes
+from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_facts, text_bytes
+from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
-from grpo_jax.rollout.tools import template_options
 from grpo_jax.sampling.sampler import bucket_size
+from grpo_jax.sampling.samplers import completion_tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -98,8 +104,8 @@ def make_encode(
         context_length: The most tokens of a prompt with its completion (max_position_embeddings).
         completion_tokens: The most tokens behind a prompt.
     """
-    sizes = row_sizes(rows)
-    processor = image_processor() if image_processor is not None and sizes["pictures"].any() else None
+    facts = row_facts(rows)
+    processor = image_processor() if image_processor is not None and facts["pictures"].any() else None
     vision = None if processor is None else processor.vision
     tokens_of = _make_tokens_of(tokenizer, section, vision, vocab_size)
 
@@ -107,7 +113,7 @@ def make_encode(
         if row.pictures and vision is None:
             raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         lengths = [] if vision is None else [height * width // vision.merged for height, width in grids]
-        size = int(row_sizes([row])["text_bytes"][0])
+        size = text_bytes(row)
         if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # before it is encoded, which takes seconds a megabyte
             raise UserError(
                 f"prompt {short_repr(row.prompt)} has {size:,} bytes, too many for data.max_prompt_tokens "
@@ -135,7 +141,7 @@ def make_encode(
 
     longest, slots, patches = 1, 0, 0
     compared: dict[str, list[int]] = {}
-    for place in _measured(sizes, tokens_of, section):
+    for place in _measured(facts, tokens_of, section):
         row = rows[place]
         grids = []
         if processor is not None:
@@ -166,18 +172,18 @@ def make_encode(
     return encode
 
 
-def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
+def _measured(facts: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """Choose the rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
-    if len(sizes) <= _LONGEST:
-        return range(len(sizes))
+    if len(facts) <= _LONGEST:
+        return range(len(facts))
     try:
         template = len(tokens_of(Row(0, "x"), [])) + _TEMPLATE_MARGIN
     except UserError:  # a template that takes no prompt by itself
         template = section.max_prompt_tokens
     repeats = max(1, section.instruction.count("{prompt}"))
-    most = sizes["text_bytes"] * repeats + template * np.maximum(sizes["messages"], 1)
-    measured = (most > section.max_prompt_tokens) | (sizes["pictures"] > 0)
-    measured[np.argsort(-sizes["text_bytes"], kind="stable")[:_LONGEST]] = True
+    most = facts["text_bytes"] * repeats + template * np.maximum(facts["messages"], 1)
+    measured = (most > section.max_prompt_tokens) | (facts["pictures"] > 0)
+    measured[np.argsort(-facts["text_bytes"], kind="stable")[:_LONGEST]] = True
     return np.flatnonzero(measured).tolist()
 
 
@@ -230,35 +236,149 @@ def _make_tokens_of(
     return lambda row, lengths: encode(messages_of(row, instruction, section.system_prompt), lengths)
 
 
-def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
-    """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
+class ParsedCompletion(NamedTuple):
+    """A parsed completion, which is judged.
 
-    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
-    system message is added unless the row begins with one.
+    Attributes:
+        text: The completion, as the task reads it.
+        valid: Whether the policy wrote it; false where another text stands in.
     """
-    before = (Message("system", (Fixed(system),)),) if system else ()
-    if row.messages:
-        if instruction:
-            raise UserError(f"row {row.id} is a conversation, which has its own words: leave data.instruction empty")
-        return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
-    parts: list[Part] = [PICTURE] * len(row.pictures)
-    prompt: list[Part] = [row.prompt]
-    if row.pictures and row.prompt.count(PICTURE_MARK) == len(row.pictures) and instruction.count("{prompt}") <= 1:
-        pieces = re.split(f"({PICTURE_MARK})", row.prompt)
-        prompt = [PICTURE if piece == PICTURE_MARK else piece for piece in pieces if piece]
-        parts = []
-    for piece in re.split(r"(\{prompt\})", instruction or "{prompt}"):
-        if piece == "{prompt}":
-            parts += prompt
-        elif piece:
-            parts.append(Fixed(piece))
-    return (*before, Message("user", tuple(parts)))
+
+    text: str
+    valid: bool
 
 
-def as_chat_messages(row: Row) -> list[dict[str, object]]:
-    """Return a row's messages as chat messages; a picture is {"type": "image"}."""
-    chat = []
-    for message in messages_of(row):
-        parts = [{"type": "image"} if part is PICTURE else {"type": "text", "text": part} for part in message.parts]
-        chat.append({"role": message.role, "content": parts if PICTURE in message.parts else message.text})
-    return chat
+def as_is(written: str, prompt: str) -> ParsedCompletion:
+    """Judge a completion as it is."""
+    return ParsedCompletion(written, True)
+
+
+def continued(written: str, prompt: str) -> ParsedCompletion:
+    """Judge the prompt with the first line of its continuation; the prompt alone, not valid, if that is empty."""
+    line = written.partition("\n")[0]
+    if not any(character.isalnum() for character in line):
+        return ParsedCompletion(prompt, False)
+    return ParsedCompletion(" ".join(f"{prompt}{line}".split()), True)
+
+
+_ALLOWED = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
+"""Rules of data.allowed_tokens: printable ASCII; ASCII letters, digits, spaces and the marks of plain sentences."""
+
+
+def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
+    """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
+
+    A rule of data.allowed_tokens allows no special tokens but those that end a completion, which are always allowed,
+    and none beyond the tokenizer's vocabulary. A policy with a vision tower never writes a picture's placeholder:
+    there would be no picture in its place.
+    """
+    rule, forbidden = config.data.allowed_tokens, config.data.forbidden_tokens
+    tokenizer, size, ends = folder.tokenizer, folder.config.vocab_size, list(folder.eos_ids)
+    vision = getattr(folder.config, "vision", None)
+    if rule == "all" and not forbidden and vision is None:
+        return None
+    allowed = np.ones(size, bool)
+    if rule != "all":
+        special = special_ids(tokenizer)
+        count = min(len(tokenizer), size)
+        texts = tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)
+        readable = [i not in special and bool(re.fullmatch(_ALLOWED[rule], text)) for i, text in enumerate(texts)]
+        allowed[:] = False
+        allowed[:count] = readable
+        allowed[ends] = True
+    for entry in forbidden:
+        ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or not 0 <= ids[0] < size or ids[0] in ends:
+            raise UserError(
+                f"data.forbidden_tokens: {one_line(repr(entry), 60)} is {list(ids)}: name one token by text or "
+                f"by id, in [0, {size}), that ends no completion"
+            )
+        allowed[ids[0]] = False
+    if not np.delete(allowed, ends).any():
+        raise UserError("data.allowed_tokens and data.forbidden_tokens: no token is left to write")
+    if vision is not None:
+        allowed[list(picture_tokens(vision))] = False
+    return allowed
+
+
+def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
+    """Return the tree of a task's texts, of which a completion is one; None for any text.
+
+    Of texts with the same tokens the first counts. UserError where a text is longer than sampling.max_new_tokens, or
+    has no token of its own.
+    """
+    if texts is None:
+        return None
+    for name, changed in (
+        ("data.allowed_tokens", config.data.allowed_tokens != "all"),
+        ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
+        ("sampling.stop", bool(config.sampling.stop)),
+    ):
+        require(not changed, name, "its default: the task lists what may be written", "another")
+    most, gap = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
+    unknown = folder.tokenizer.unk_token_id
+    numbers: dict[tuple[int, ...], int] = {}
+    for number, text in enumerate(texts):
+        ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, gap=gap)
+        words = f"at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, which may be written"
+        require(len(ids) <= most, "sampling.max_new_tokens", words, most)
+        if all(token == unknown for token in ids[:-1]):
+            raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
+        numbers.setdefault(tuple(ids), number)
+    trie = make_trie(list(numbers), vocab_size=folder.config.vocab_size)
+    first, text = np.array(list(numbers.values())), np.asarray(trie.text)
+    return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
+
+
+def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether completions follow plain text, not a chat template's mark."""
+    return not getattr(tokenizer, "chat_template", None) or config.data.form != "rewrite"
+
+
+def make_decode(
+    tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], ParsedCompletion]
+) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
+    """Return decode(token ids, user's prompt) → (as written, what is judged of it), without special tokens.
+
+    In the form "append" a completion goes on with its prompt.
+    """
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
+        ids = [int(token) for token in tokens]
+        written = text_of(ids)
+        if form == "append":  # a tokenizer drops the space before a text's first word, and here it is needed
+            start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            head, whole = text_of(start), text_of(start + ids)
+            written = whole[len(head) :] if whole.startswith(head) else written
+        return written, read(written, prompt)
+
+    return decode
+
+
+def completion_statistics(
+    prompts: Sequence[str], texts: Sequence[Sequence[str]], valid: Sequence[Sequence[bool]]
+) -> dict[str, float]:
+    """Measure the texts `[P][G]` of one batch, beside what they score: a watch on reward hacking.
+
+    Returns:
+        "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier
+        text of the same prompt; "unchanged": share that equal their prompt; "invalid": share that another text
+        stands in for.
+    """
+    pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
+    words = sum(len(_words(text)) for _, text in pairs)
+    counts = {
+        "words": words,
+        "growth": words - sum(len(_words(prompt)) for prompt, _ in pairs),
+        "duplicates": sum(len(group) - len(set(group)) for group in texts),
+        "unchanged": sum(text == prompt for prompt, text in pairs),
+        "invalid": sum(not flag for group in valid for flag in group),
+    }
+    return {name: count / len(pairs) for name, count in counts.items()}
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+(?:['’-]\w+)*", text.casefold())

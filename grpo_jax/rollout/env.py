@@ -1,7 +1,7 @@
 """Environments: the policy writes, the environment answers, the policy writes again.
 
 An `Env` is batched and keeps nothing between its calls: an episode's past stands in the episode. Two adapters make one:
-`EnvRunner` steps classes with `reset` and `step`, `rollout.tools` calls Python functions.
+`rollout.env_adapters` steps classes with `reset` and `step`, and calls Python functions as tools.
 
     def step(rows, episodes):
         return [Observation("try again") for row, episode in zip(rows, episodes)]
@@ -9,22 +9,25 @@ An `Env` is batched and keeps nothing between its calls: an episode's past stand
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from grpo_jax.config.files import require_text
-from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
+from grpo_jax.errors import UserError, failures_as, one_line
+from grpo_jax.models.hf.chat import observation_encoder
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.pictures import Pictures, place_pictures
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
-from grpo_jax.rollout.rewards import BadReturn, as_number, finished
+from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.rewards import as_list, reason_of
 
-_STEPS, _WAITING = 65_536, 4_096  # most remembered results of steps, and environments after their last step
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,6 @@ class Env(Protocol):
         ...
 
 
-def observe(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[object]:
-    """Return an environment's observations; raises BadReturn unless they are a list with one for each episode."""
-    returned = step(list(rows), list(episodes))
-    listed = isinstance(returned, Sequence) and not isinstance(returned, str | bytes | Observation)
-    if not listed or len(returned) != len(episodes):
-        got = len(returned) if listed else one_line(type(returned).__name__, 40)
-        raise BadReturn(f"it must return a list of {len(episodes)} observations, one for each completion, got {got}")
-    return list(returned)
-
-
 def as_observation(value: object) -> Observation:
     """Return an observation whatever form it came in; raises ValueError, which describes it, for anything else."""
     if value is None:
@@ -148,129 +141,197 @@ def as_observation(value: object) -> Observation:
     return replace(given, pictures=tuple(given.pictures), done=bool(given.done))
 
 
-Prompt = str | list[dict[str, Any]]
-"""A text, or a conversation as chat messages."""
+EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int]]
+"""(observation, whether the text before it ended, rows and columns of each picture) → tokens up to the next text."""
 
 
-class Step(NamedTuple):
-    """The result of a step; a class may return it as a plain tuple."""
+class ObservationTokens(NamedTuple):
+    """Observations as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
 
-    observation: str | Observation | None
-    reward: float | None
-    done: bool
-
-
-class SingleEnv(Protocol):
-    """One episode, made without arguments. It is a function of its seed and of the texts that it was given.
-
-    Both methods may be `async def`.
+    The mask is false where a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
     """
 
-    def reset(self, seed: int) -> Prompt | Awaitable[Prompt]:
-        """Begin the episode of a seed, and return its prompt."""
-        ...
-
-    def step(self, text: str) -> tuple[str | Observation | None, float | None, bool] | Awaitable[tuple]:
-        """Take a completion: return the observation, its reward (None for none), and whether this is the end."""
-        ...
+    tokens: np.ndarray
+    mask: np.ndarray
+    pictures: Pictures | None = None
 
 
-Single = TypeVar("Single", bound=SingleEnv)
-Key = tuple[str, int, tuple[str, ...]]
-"""Kind of environment, seed, and texts so far: an episode."""
+class EnvSettings(NamedTuple):
+    """Replies of a task of several turns.
 
-
-class EnvRunner(Generic[Single]):
-    """Steps environments along the episodes of a rollout; `step` is an `Env`.
-
-    Nothing else remembers where an episode stands: its environment is at hand, or is made again and led through the
-    episode's texts, as after a resume. One that raises fails its own episode alone: the exception stands in place of
-    its observation and of its reward.
+    Attributes:
+        turns: How often the policy writes, at most.
+        step: The environment.
+        stream_tokens: Most tokens of an episode.
+        lenient: Whether a completion that cannot be answered goes without rewards; otherwise it ends the run.
+        eos_ids: Tokens that end a text as the chat template does; a text that ended otherwise is ended for it.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], Single]], seed: str = "seed"):
-        """Take environments by kind, which rows have as a column "environment", and the name of their seeds' column."""
-        self._makers = makers
-        self._seed = seed
-        self._steps: OrderedDict[Key, Step | BaseException] = OrderedDict()
-        self._waiting: OrderedDict[Key, Single] = OrderedDict()
+    turns: int
+    step: Env
+    encode_observation: EncodeObservation
+    stream_tokens: int
+    pad_id: int
+    lenient: bool = False
+    eos_ids: tuple[int, ...] = ()
 
-    def prompt(self, kind: str, seed: int, method: str) -> Prompt:
-        """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
-        with failures_as(lambda error: UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")):
-            return finished(awaited(self._makers[kind]().reset(seed)))
 
-    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
-        """Answer the last completion of each episode; None if it is done."""
-        keys = [
-            (row.columns["environment"], row.columns[self._seed], episode.completions)
-            for row, episode in zip(rows, episodes, strict=True)
-        ]
-        steps = finished(self._taken(keys))
-        return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
+def make_encode_observation(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+    limit: int,
+    vision: VisionConfig | None = None,
+    role: str = "user",
+    **template_options: object,
+) -> EncodeObservation:
+    """Make the function from an observation to the tokens between the policy's text and its next one.
 
-    def reward(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> list[float | BaseException | None]:
-        """Return the environment's reward of each completion, without those of earlier turns."""
-        steps = finished(self._taken(self._keys(completions, **columns)))
-        return [step if isinstance(step, BaseException) else step.reward for step in steps]
+    An observation, a message of `role`, may take `limit` tokens (sampling.max_observation_tokens); the function raises
+    `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
+    prompts. UserError if the template does not go on after an observation.
+    """
+    picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
+    encode = observation_encoder(
+        tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options
+    )
 
-    def environments(self, completions: Sequence[str], **columns: Any) -> list[Single]:
-        """Return the environment of each completion as it is after it; equal episodes share one."""
-        keys = self._keys(completions, **columns)
-        finished(self._taken(keys))
-        return [self._waiting.get(key) or finished(self._led(key)) for key in keys]
-
-    def _keys(self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any) -> list[Key]:
-        texts = [(one,) for one in completions] if episodes is None else [one.completions for one in episodes]
-        return [*zip(columns["environment"], columns[self._seed], texts, strict=True)]
-
-    async def _taken(self, keys: Sequence[Key]) -> list[Step | BaseException]:
-        new = [key for key in dict.fromkeys(keys) if key not in self._steps]
-        steps = dict(zip(new, await asyncio.gather(*map(self._step, new)), strict=True))
-        taken = [steps.get(key) or self._steps[key] for key in keys]
-        self._steps |= steps
-        for remembered, most in ((self._steps, _STEPS), (self._waiting, _WAITING)):
-            while len(remembered) > most:
-                remembered.popitem(last=False)
-        return taken
-
-    async def _step(self, key: Key) -> Step | BaseException:
-        kind, seed, texts = key
-        before = (kind, seed, texts[:-1])
-        environment = self._waiting.pop(before, None)  # of a group's equal texts one gets it
+    def encode_observation(observation: Observation, ended: bool, grids: Sequence[np.ndarray] = ()) -> list[int]:
+        pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
-            if environment is None:
-                environment = await self._led(before)
-            return _checked(await awaited(environment.step(texts[-1])))
-        except BaseException as error:
-            if not is_own_doing(error):
-                raise
-            return error
-        finally:
-            if environment is not None:
-                self._waiting[key] = environment
+            ids = encode(observation.messages or (observation.text,), ended, pictures)
+        except UserError as error:
+            raise EnvError(f"its observation: {error}") from error
+        if len(ids) > limit:
+            raise EnvError(
+                f"its observation {one_line(repr(observation.text[:40]), 50)} takes {len(ids)} tokens with the chat "
+                f"template's marks{' and its pictures' if pictures else ''}; sampling.max_observation_tokens is {limit}"
+            )
+        return ids
 
-    async def _led(self, key: Key) -> Single:
-        kind, seed, texts = key
-        environment = self._makers[kind]()
-        await awaited(environment.reset(seed))
-        for text in texts:
-            await awaited(environment.step(text))
-        return environment
+    return encode_observation
 
 
-async def awaited(returned: Any) -> Any:
-    """Return what a function returned, or what it promised."""
-    return await returned if inspect.isawaitable(returned) else returned
+def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | EnvError]:
+    """Ask the environment for its observation of each episode, or why it failed to give one.
+
+    An environment fails if it raises (SystemExit too) or returns another number of observations, for all episodes;
+    with an exception or anything else that is no observation, for one. `StopRun` passes.
+    """
+    at_work("the environment")
+    try:
+        with failures_as(_failure):
+            returned = as_list(step([*rows], [*episodes]), len(episodes))
+    except EnvError as error:
+        return [error] * len(episodes)
+    observations: list[Observation | EnvError] = []
+    for number, one in enumerate(returned):
+        try:
+            observations.append(_failure(one) if isinstance(one, BaseException) else as_observation(one))
+        except ValueError as error:
+            text = one_line(repr(episodes[number].last.completion[:40]), 50)
+            observations.append(EnvError(f"it answered {error} to completion {number} ({text})"))
+    return observations
 
 
-def _checked(returned: object) -> Step:
-    """Return the result of a step; TypeError unless it is (observation, reward, done)."""
-    observation, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
-    number = None if reward is None else as_number(reward)
-    if (observation is None and not done) or (number is None and reward is not None):
-        expected = "(observation, reward, done), the reward finite or None, the observation no None unless it is done"
-        raise TypeError(f"step must return {expected}, got {one_line(repr(returned), 60)}")
-    return Step(observation, number, bool(done))
+def _failure(error: BaseException) -> EnvError:
+    """Describe what an environment raised."""
+    if isinstance(error, EnvError):
+        return error
+    failure = EnvError(str(error) if isinstance(error, UserError) else reason_of(error))
+    failure.__cause__ = error
+    return failure
+
+
+def ask_environment(
+    env: EnvSettings,
+    prepare: Callable[[Source], Pictures] | None,
+    rows: Sequence[Row],
+    episodes: Sequence[Episode],
+    ended: Sequence[bool],
+    places: Sequence[tuple[int, int]],
+    shape: tuple[int, ...],
+) -> tuple[list[Observation | None], ObservationTokens]:
+    """Ask for observations to some completions of a chunk of `shape` (P, G), and encode them.
+
+    `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
+    these completions, and so have the observations: None where the environment failed and `env` is lenient,
+    otherwise it raises EnvError.
+    """
+    observations = collect_observations(env.step, rows, episodes)
+    shown = [() if isinstance(one, EnvError) or one.done else one.pictures for one in observations]
+    pictures = None
+    try:
+        pictures = prepared(prepare, shown, places, shape)
+    except EnvError as error:
+        observations = [error if several else one for several, one in zip(shown, observations, strict=True)]
+    encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
+    for number, ((p, g), observation) in enumerate(zip(places, observations, strict=True)):
+        if isinstance(observation, EnvError) or observation.done:
+            continue
+        grids = [] if pictures is None else [*pictures.grid[p, g][: len(observation.pictures)]]
+        try:
+            observations[number], encoded[p][g] = _encoded(env.encode_observation, observation, ended[number], grids)
+        except EnvError as error:
+            observations[number] = error
+    failures = [one for one in observations if isinstance(one, EnvError)]
+    if failures and not env.lenient:
+        raise failures[0]
+    given = [None if isinstance(one, EnvError) else one for one in observations]
+    return given, _padded(encoded, env.pad_id, pictures)
+
+
+def _encoded(
+    encode: EncodeObservation, observation: Observation, ended: bool, grids: Sequence[np.ndarray]
+) -> tuple[Observation, list[int]]:
+    """Encode an observation, or what it says is read in its place where that fails; return the one that is read."""
+    try:
+        return observation, encode(observation, ended, grids)
+    except EnvError:
+        if not observation.otherwise:
+            raise
+        in_place = Observation(observation.otherwise)
+        return in_place, encode(in_place, ended, [])
+
+
+def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ObservationTokens:
+    """Pad token lists `[P][G]` to arrays, at least one place wide."""
+    width = max(1, *(len(tokens) for group in encoded for tokens in group))
+    lengths = np.array([[len(tokens) for tokens in group] for group in encoded])
+    mask = np.arange(width) < lengths[..., None]
+    array = np.full(mask.shape, pad_id, np.int32)
+    array[mask] = [token for group in encoded for tokens in group for token in tokens]
+    return ObservationTokens(array, mask, pictures)
+
+
+def prepared(
+    prepare: Callable[[Source], Pictures] | None,
+    shown: Sequence[Sequence[Source]],
+    places: Sequence[tuple[int, int]],
+    shape: tuple[int, ...],
+) -> Pictures | None:
+    """Prepare the pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None without any."""
+    owners = [place for place, pictures in zip(places, shown, strict=True) for _ in pictures]
+    sources = [*itertools.chain.from_iterable(shown)]
+    if not sources:
+        return None
+    if prepare is None:
+        raise EnvError("it answered with a picture, and the policy reads text alone")
+
+    def describe(error: BaseException) -> EnvError:
+        reason = str(error) if isinstance(error, UserError | ValueError) else reason_of(error)
+        return EnvError(f"its picture: {one_line(reason, 150)}")
+
+    with failures_as(describe):
+        return place_pictures(prepare(_stacked(sources)), owners, shape)
+
+
+def _stacked(sources: list[Source]) -> Source:
+    """Stack pictures drawn in torch, of one size, to one tensor on their device; leave others as they are."""
+    drawn = all(hasattr(one, "detach") and one.is_floating_point() and one.ndim == 3 for one in sources)
+    if not drawn or len({(one.shape, one.dtype, one.device) for one in sources}) > 1:
+        return sources
+    import torch
+
+    return torch.stack(sources)

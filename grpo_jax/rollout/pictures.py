@@ -255,10 +255,13 @@ def as_text(source: Source) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def png(picture: Image) -> bytes:
-    """Return the PNG bytes of a picture."""
+def png(picture: Image | np.ndarray) -> bytes:
+    """Return the PNG bytes of a picture, of Pillow or uint8 [H, W, 3]."""
+    from PIL import Image
+
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
+    drawn = Image.fromarray(np.ascontiguousarray(picture)) if isinstance(picture, np.ndarray) else picture
+    drawn.save(buffer, format="PNG")
     return buffer.getvalue()
 
 

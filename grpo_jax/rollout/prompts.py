@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,25 +15,21 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import Problems, UserError, short_name, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message, Part
 from grpo_jax.rollout.data import (
-    CONTENT,
-    DIGEST,
+    FACTS,
+    NO_SPLIT,
     PICTURE_MARK,
     RESERVED_COLUMNS,
-    ROW_SIZES,
     SPLITS,
     PromptSet,
     Row,
     Rows,
-    row_content,
-    row_digest,
-    size_of_row,
+    facts_of,
     split_places,
 )
 from grpo_jax.rollout.pictures import File, Source, source_of
 from grpo_jax.rollout.records import Fields, Record, Records, listed, read_records
 
 BUILTIN = ("builtin", "builtin:plain", "builtin:attributes", "builtin:crowded")
-_NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
 T = TypeVar("T")
@@ -107,21 +102,20 @@ def make_prompt_set(
 def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bool) -> PromptSet:
     """Read each part from data of its own; ids count through. No prompt may stand in two parts that are `apart`."""
     parts: dict[str, Rows] = {}
-    digests = np.empty(0, DIGEST)
+    digests = np.empty(0, FACTS["digest"])
     first = 0
     for part, own in data.items():
         where = "data.prompts" if part == "train" else f"data.{part}"
-        subject = str(own) if isinstance(own, str | Path) else part
-        scanned = _scan(own, columns, subject, first=first)
-        if (scanned.splits != _NO_SPLIT).any():
+        rows = _scan(own, columns, str(own) if isinstance(own, str | Path) else part, first=first)
+        if (rows.facts["split"] != NO_SPLIT).any():
             raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
-        same = np.flatnonzero(np.isin(scanned.digests, digests))
+        same = np.flatnonzero(np.isin(rows.facts["digest"], digests))
         if apart and same.size:
-            example = short_repr(scanned.rows[int(same[0])].prompt)
+            example = short_repr(rows[int(same[0])].prompt)
             raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
-        digests = np.concatenate([digests, scanned.digests])
-        parts[part] = scanned.rows
-        first = scanned.rows[-1].id + 1
+        digests = np.concatenate([digests, rows.facts["digest"]])
+        parts[part] = rows
+        first = int(rows.facts["id"][-1]) + 1
     return PromptSet(*(parts.get(name, ()) for name in SPLITS))
 
 
@@ -250,15 +244,7 @@ def _read_message(message: object, sources: list[Source | None], base: Path | No
     return Message(message["role"], tuple(parts))
 
 
-class _Scanned(NamedTuple):
-    """Rows of a data set without mistakes, their `DIGEST` [n], and splits i8 [n] (`_NO_SPLIT` or a place)."""
-
-    rows: Rows
-    digests: np.ndarray
-    splits: np.ndarray
-
-
-def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0) -> _Scanned:
+def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0) -> Rows:
     """Parse every record once, and raise UserError for bad ones or none; a row is made again when it is drawn.
 
     `subject` names the data in errors; `first` is added to the rows' ids.
@@ -276,8 +262,7 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         assert isinstance(record, dict)
         return _parse(rename_columns(record, columns), number + first, records.base)
 
-    places, numbers, sizes = array("q"), array("q"), array("q")
-    digests, contents, splits = bytearray(), bytearray(), array("b")
+    facts = bytearray()
     problems = Problems()
     names: dict[str, None] = {}
     for place, (number, record) in enumerate(records.all()):
@@ -288,15 +273,11 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         names |= dict.fromkeys(map(str, record))
         try:
             row, split = parse(record, number)
-            digests += row_digest(row)
+            known = facts_of(row, place, NO_SPLIT if split is None else SPLITS.index(split))
         except ValueError as error:
             problems.add(f"{records.unit} {number}: {error}")
             continue
-        places.append(place)
-        numbers.append(number)
-        sizes.extend(size_of_row(row))
-        contents += row_content(row)
-        splits.append(_NO_SPLIT if split is None else SPLITS.index(split))
+        facts += np.array([known], FACTS).tobytes()
     if names:
         _check_columns(list(names), columns, subject)
 
@@ -304,15 +285,12 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         ((number, record),) = records.read(place, place + 1)
         return parse(record, number)[0]
 
-    rows = Rows(
-        make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES), np.frombuffer(contents, CONTENT)
-    )
-    scanned = _Scanned(rows, np.frombuffer(digests, DIGEST), np.frombuffer(splits, np.int8))
-    _check_splits(scanned, numbers, records.unit, problems)
+    rows = Rows(make, np.frombuffer(facts, FACTS))
+    _check_splits(rows.facts, first, records.unit, problems)
     problems.refuse(subject)
-    if not places:
+    if not len(rows):
         raise UserError(f"{subject}: expected at least one prompt")
-    return scanned
+    return rows
 
 
 def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
@@ -326,17 +304,17 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
         raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {short_name(prompt)}')
 
 
-def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: Problems) -> None:
+def _check_splits(facts: np.ndarray, first: int, unit: str, problems: Problems) -> None:
     """Report rows without a split among rows that have one, and prompts that stand in two parts."""
-    splits = scanned.splits
-    named = np.flatnonzero(splits != _NO_SPLIT)
+    splits, numbers = facts["split"], facts["id"] - first
+    named = np.flatnonzero(splits != NO_SPLIT)
     if not named.size:
         return
-    _, first, ranks = np.unique(scanned.digests[named], return_index=True, return_inverse=True)
+    _, once, ranks = np.unique(facts["digest"][named], return_index=True, return_inverse=True)
     before = np.arange(len(splits))
-    before[named] = named[first][ranks]  # the first row of the same prompt
-    for place in np.flatnonzero((splits == _NO_SPLIT) | (splits != splits[before])).tolist():
-        if splits[place] == _NO_SPLIT:
+    before[named] = named[once][ranks]  # the first row of the same prompt
+    for place in np.flatnonzero((splits == NO_SPLIT) | (splits != splits[before])).tolist():
+        if splits[place] == NO_SPLIT:
             problems.add(f'{unit} {numbers[place]}: no "split", which other {unit}s have')
             continue
         this, other = SPLITS[splits[place]], SPLITS[splits[before[place]]]
@@ -344,13 +322,14 @@ def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems
         problems.add(f"{unit} {numbers[place]}: this {this} prompt is also a {other} prompt ({first_line})")
 
 
-def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:
+def _split(rows: Rows, subject: str, held_out: int | float) -> PromptSet:
     """Return the parts that the rows name, or hold some out."""
-    if scanned.splits[0] == _NO_SPLIT:
-        places = split_places(scanned.digests, held_out=held_out)
+    splits = rows.facts["split"]
+    if splits[0] == NO_SPLIT:
+        places = split_places(rows.facts["digest"], held_out=held_out)
     else:
-        places = tuple(np.flatnonzero(scanned.splits == split) for split in range(len(SPLITS)))
-    parts = PromptSet(*map(scanned.rows.take, places))
+        places = tuple(np.flatnonzero(splits == split) for split in range(len(SPLITS)))
+    parts = PromptSet(*map(rows.take, places))
     if not parts.train:
         raise UserError(f'{subject} has no line with "split": "train"')
     return parts

@@ -212,19 +212,51 @@ def resolve_rewards(
     sections = source.conditions(sections or source.defaults)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
-    resolver = _Resolver(source, judges, trainer or RewardProgress())
+    trainer = trainer or RewardProgress()
+
+    def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
+        check_options(name, function, options, RESERVED_COLUMNS)
+        providers = trainer.providers(arguments_of(function))
+        return ResolvedReward(name, function, options=options, adapt=source.adapt, providers=providers)
+
+    def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
+        """Find a reward by import path, of the task, or of the task with another judge."""
+        place, _, label = name.rpartition(":")
+        if place == IN_PYTHON:
+            raise UserError(
+                f"reward {label}: run() was given this function in Python and nothing here can import it: call "
+                f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a "
+                "module"
+            )
+        if place:
+            return of_user(label, load_object(name, "reward"), options)
+        base, _, judge = name.partition("@")
+        if name in source.functions:
+            base, judge = name, ""
+        elif (measured := source.measures(name)) is not None and where == "eval_rewards":
+            return ResolvedReward(name, measured)
+        if name in judges:
+            check_options(name, JUDGE_AS_REWARD, options)
+            return ResolvedReward(name, JUDGE_AS_REWARD, name)
+        if base not in source.functions or (judge and not judges):
+            raise UserError(f"{where}: {_unknown(name, source, where)}")
+        if judge:
+            require(judge in judges, f"{where}.{name}", f"one of the judges {[*judges]}", judge)
+        function, options = _made(source.functions[base], options, name)
+        return ResolvedReward(name, function, judge, options, providers=trainer.providers(arguments_of(function)))
+
     maximised = []
     for section in sections:
         function = functions.get(section.called)
         if function is not None:
-            reward = resolver.of_user(section.called, function, section.options)
+            reward = of_user(section.called, function, section.options)
         else:
-            reward = resolver.find(section.name, section.options, "rewards")
+            reward = find(section.name, section.options, "rewards")
             if section.messages and ":" not in section.name:
                 raise UserError(f"rewards.{section.called}: messages is for rewards of your own; drop it")
         maximised.append(reward._replace(name=section.called, messages=section.messages))
     names = (*(eval_rewards or source.watched), *source.always_watched)
-    watched = tuple(resolver.find(name, {}, "eval_rewards") for name in names)
+    watched = tuple(find(name, {}, "eval_rewards") for name in names)
     without_none = tuple(
         section.replace(condition_on=None) if section.condition_on == "none" else section for section in sections
     )
@@ -283,44 +315,6 @@ def judge_named(name: str) -> AbstractContextManager[None]:
         return UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}")
 
     return failures_as(describe)
-
-
-class _Resolver(NamedTuple):
-    source: TaskRewards
-    judges: Sequence[str]
-    trainer: RewardProgress
-
-    def of_user(self, name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
-        check_options(name, function, options, RESERVED_COLUMNS)
-        providers = self.trainer.providers(arguments_of(function))
-        return ResolvedReward(name, function, options=options, adapt=self.source.adapt, providers=providers)
-
-    def find(self, name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
-        """Find a reward by import path, of the task, or of the task with another judge."""
-        place, _, label = name.rpartition(":")
-        if place == IN_PYTHON:
-            raise UserError(
-                f"reward {label}: run() was given this function in Python and nothing here can import it: call "
-                f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a "
-                "module"
-            )
-        if place:
-            return self.of_user(label, load_object(name, "reward"), options)
-        base, _, judge = name.partition("@")
-        if name in self.source.functions:
-            base, judge = name, ""
-        elif (measured := self.source.measures(name)) is not None and where == "eval_rewards":
-            return ResolvedReward(name, measured)
-        if name in self.judges:
-            check_options(name, JUDGE_AS_REWARD, options)
-            return ResolvedReward(name, JUDGE_AS_REWARD, name)
-        if base not in self.source.functions or (judge and not self.judges):
-            raise UserError(f"{where}: {_unknown(name, self.source, where)}")
-        if judge:
-            require(judge in self.judges, f"{where}.{name}", f"one of the judges {[*self.judges]}", judge)
-        function, options = _made(self.source.functions[base], options, name)
-        providers = self.trainer.providers(arguments_of(function))
-        return ResolvedReward(name, function, judge, options, providers=providers)
 
 
 def _unknown(name: str, source: TaskRewards, where: str) -> str:

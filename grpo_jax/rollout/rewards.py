@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import os
 import sysconfig
 import threading
@@ -19,12 +20,17 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from grpo_jax.errors import UserError, failures_as, one_line
+from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, repeat_rows
+from grpo_jax.rollout.pictures import open_picture
 from grpo_jax.rollout.pipeline import at_work
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.env import Episode
 
 T = TypeVar("T")
 Reward = Callable[..., Any]
@@ -130,6 +136,90 @@ def _read(returned: object, name: str, completions: list[str], *, lenient: bool)
             failed = value if isinstance(value, BaseException) else None  # of one episode
             raise RewardError(name, reason if failed is None else reason_of(failed)) from failed
     return numbers
+
+
+def make_score(
+    rewards: Mapping[str, Reward],
+    eval_rewards: Mapping[str, Reward],
+    *,
+    missing: bool,
+    columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
+    tokenize: Callable[[str], list[int]] | None = None,
+) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
+
+    Where a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
+    and prompts and completions as chat messages. Where the policy writes once, "place_in_group" counts a group's
+    completions from 0, so that a reward sees where a group begins.
+
+    Args:
+        rewards: N functions by name.
+        eval_rewards: W functions by name.
+        missing: A reward that fails is missing; otherwise it raises.
+        columns_of: (completions, columns) → further columns, asked once for all rewards.
+        tokenize: The tokens of a text that the policy has not written.
+    """
+    functions = [*rewards.values(), *eval_rewards.values()]
+    ids_asked, prompts_asked, completions_asked = (
+        any(asks(function, name) for function in functions) for name in ("completion_ids", *MESSAGES)
+    )
+
+    def score(
+        rows: Sequence[Row],
+        texts: list[list[str]],
+        pictures: Any,
+        episodes: list[list[Episode]] | None = None,
+        tokens: list[list[list[int]]] | Callable[[], list[list[list[int]]]] | None = None,
+        missing: bool = missing,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        group = len(texts[0])
+        prompts, columns = repeat_rows(rows, group)
+        completions = [*itertools.chain.from_iterable(texts)]
+        columns |= _prompt_columns(rows, group, drawn=pictures is not None)
+        columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
+        if episodes is None:  # of these some are judged without the others of their group
+            columns["place_in_group"] = [*range(group)] * len(rows)
+        else:
+            columns["episodes"] = [*itertools.chain.from_iterable(episodes)]
+        if ids_asked and (tokens is not None or tokenize is not None):
+            by_group = tokens() if callable(tokens) else tokens or []
+            written = [*itertools.chain.from_iterable(by_group)] or [[] for _ in completions]
+            columns["completion_ids"] = [  # what the policy did not write has no tokens of its own
+                ids or ([] if tokenize is None else tokenize(text))
+                for ids, text in zip(written, completions, strict=True)
+            ]
+        if prompts_asked:
+            columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
+        if completions_asked:
+            columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
+        if columns_of is not None:
+            columns |= columns_of(completions, columns)
+
+        def collect(functions: Mapping[str, Reward]) -> np.ndarray:
+            on_error = "missing" if missing else "raise"
+            return collect_rewards(functions, prompts, completions, columns, group, on_error=on_error)
+
+        return collect(rewards), collect(eval_rewards)
+
+    return score
+
+
+def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
+    """Return the columns of pictures and conversations in prompts, repeated for each completion.
+
+    "pictures" are lists, of Pillow; where nothing is drawn these are "images" too, and "image" is the first of each.
+    "messages" are conversations as they were given, unless the rows have a column of that name.
+    """
+    columns: dict[str, list[object]] = {}
+    if any(row.pictures for row in rows):
+        pictures = [map_pictures(row, open_picture) for row in rows]
+        columns["pictures"] = [*pictures]
+        if not drawn:
+            columns["images"] = [*pictures]
+            columns["image"] = [first[0] if first else None for first in pictures]
+    if any(row.messages for row in rows) and not any("messages" in row.columns for row in rows):
+        columns["messages"] = [as_chat_messages(row) for row in rows]
+    return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
 
 
 @functools.cache
@@ -293,71 +383,8 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
             )
 
 
-MISSING_ITERATIONS = 3
-"""Iterations in a row without any reward, after which a run stops."""
-
-
-def missing_rewards(values: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> list[str]:
-    """Return the maximised rewards whose values are all NaN; one of weight 0 is not maximised, unless all are."""
-    return [name for name in _maximised(weights) if np.isnan(values[name]).all()]
-
-
-def missing_streaks(
-    before: Mapping[str, int], values: Mapping[str, np.ndarray], weights: Mapping[str, float]
-) -> dict[str, int]:
-    """Count, for each maximised reward, the iterations in a row in which no completion had it; empty at the start."""
-    missing = missing_rewards(values, weights)
-    return {name: before.get(name, 0) + 1 if name in missing else 0 for name in _maximised(weights)}
-
-
-def no_reward_lately(streaks: Mapping[str, int], iterations: int) -> str:
-    """Return an error where there is nothing to learn from, "" if the run may go on.
-
-    A reward may well apply to few prompts. All of them missing for `MISSING_ITERATIONS` in a row, or in all
-    iterations of a shorter run, is an error.
-    """
-    shortest = min(streaks.values(), default=0)
-    if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
-        return ""
-    return f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))})"
-
-
-def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -> str:
-    """Name single rewards that nobody got, once, after `MISSING_ITERATIONS`; else ""."""
-    names = [name for name, count in streaks.items() if count == iteration]
-    if not names or len(names) == len(streaks) or iteration != min(MISSING_ITERATIONS, iterations):
-        return ""
-    return f"no completion got the reward {join_names(names)} in the first {iteration} iterations"
-
-
-CONSTANT_ITERATIONS = 5
-"""Iterations in a row with one value of a reward, after which the run warns."""
-
-
-def constant_streaks(
-    before: Mapping[str, tuple[float | None, int]], values: Mapping[str, np.ndarray], weights: Mapping[str, float]
-) -> dict[str, tuple[float | None, int]]:
-    """Return, for each maximised reward, its value if all completions have the same, and for how many iterations."""
-    streaks: dict[str, tuple[float | None, int]] = {}
-    for name in _maximised(weights):
-        present = values[name][~np.isnan(values[name])]
-        value = float(present[0]) if present.size and (present == present[0]).all() else None
-        last, count = before.get(name, (None, 0))
-        streaks[name] = (value, 0 if value is None else count + 1 if value == last else 1)
-    return streaks
-
-
-def constant_rewards(streaks: Mapping[str, tuple[float | None, int]]) -> list[str]:
-    """Return a warning for each reward that has just been constant for `CONSTANT_ITERATIONS`."""
-    return [
-        f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; the policy "
-        "learns nothing from it"
-        for name, (value, count) in streaks.items()
-        if count == CONSTANT_ITERATIONS
-    ]
-
-
-def _maximised(weights: Mapping[str, float]) -> list[str]:
+def maximised_names(weights: Mapping[str, float]) -> list[str]:
+    """Return the rewards that are maximised: one of weight 0 is not, unless all are."""
     return [name for name, weight in weights.items() if weight] or list(weights)
 
 

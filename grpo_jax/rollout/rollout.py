@@ -18,11 +18,11 @@ import numpy as np
 from grpo_jax.models.broadcast import is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
-from grpo_jax.models.vision.pictures import Pictures, chained, joined_some
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import PictureInput
-from grpo_jax.rollout.env import EnvError, Episode, Observation, Turn
-from grpo_jax.rollout.environment import EnvSettings, ObservationTokens, RolloutFns, ask_environment
+from grpo_jax.rollout.encoding import Encoded, ParsedCompletion, PictureInput
+from grpo_jax.rollout.env import EnvError, EnvSettings, Episode, Observation, ObservationTokens, Turn, ask_environment
+from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.sampling.episodes import EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
@@ -35,6 +35,36 @@ Tree = TypeVar("Tree")
 Sample = EpisodeSampler | Callable[..., Samples]
 Place = tuple[int, int]
 """(p, g), a completion of a chunk."""
+
+
+class RolloutFns(NamedTuple):
+    """Functions between a policy's tokens and its rewards.
+
+    Attributes:
+        encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
+        decode: (token ids of one completion, the user's prompt) → (completion as written, its `ParsedCompletion`).
+        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
+        score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards; NaN is missing.
+            In tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
+            the policy wrote, where it did.
+        encode_images: (variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be
+            encoded again, those. None for a policy that is shown no pictures.
+        gallery: How many of the first held-out rows keep the pictures of their episodes.
+        prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
+            [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
+        env: None where the policy writes once.
+    """
+
+    encode: Callable[[Sequence[Row]], Encoded]
+    decode: Callable[[np.ndarray, str], tuple[str, ParsedCompletion]]
+    render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
+    score: Callable[..., tuple[np.ndarray, np.ndarray]]
+    reward_names: tuple[str, ...]
+    eval_reward_names: tuple[str, ...]
+    prepare: Callable[[Source], Pictures] | None = None
+    env: EnvSettings | None = None
+    encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
+    gallery: int = 0
 
 
 class Rollout(NamedTuple):

@@ -24,7 +24,7 @@ from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
+from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, on_all_processes, process_count
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
 from grpo_jax.rollout.data import (
@@ -36,10 +36,11 @@ from grpo_jax.rollout.data import (
     data_identity,
     iterations_in_all,
     one_prompt,
-    row_sizes,
+    row_facts,
 )
-from grpo_jax.rollout.encoding import Encoded, make_encode
-from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_observation, make_score
+from grpo_jax.rollout.encoding import Encoded, choices_trie, make_decode, make_encode, policy_tokens
+from grpo_jax.rollout.env import EnvSettings, make_encode_observation
+from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
@@ -49,9 +50,8 @@ from grpo_jax.rollout.reward_registry import (
     require_columns,
     resolve_rewards,
 )
-from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
-from grpo_jax.rollout.tools import template_options
+from grpo_jax.rollout.rewards import Reward, make_score
+from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,
@@ -179,13 +179,13 @@ def load(
             with judge_named(name):
                 judge.check()
 
-    together(check_judges)
+    on_all_processes(check_judges)
     devices = policy_devices(placement, config.policy)
-    together(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
+    on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
         info("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
-    pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
+    pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
     encode = make_encode(
@@ -214,7 +214,7 @@ def load(
                 judges[name] = judge.load(placement[name])
         return judges
 
-    judges = together(load_judges)
+    judges = on_all_processes(load_judges)
     for name, judge in judges.items():
         info(name, title(judge))
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
@@ -222,7 +222,7 @@ def load(
     fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), choices_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, fns)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(

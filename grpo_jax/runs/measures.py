@@ -12,7 +12,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.progress import SCORE
-from grpo_jax.tasks.display import of_turns
+from grpo_jax.tasks.task import of_turns
 from grpo_jax.training.estimators import OVERLONG
 
 TOTAL = "total"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from grpo_jax.rollout.data import batches_per_epoch
 from grpo_jax.rollout.pictures import pictures_column
-from grpo_jax.rollout.rewards import constant_rewards, constant_streaks, missing_streaks, no_reward_yet
+from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import present_mean
@@ -142,10 +143,11 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
-            entry = {"prompt": rollout.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
+            prompt = rollout.rows[p].prompt
+            entry = {"prompt": prompt, "completion": turn.completion, "raw_completion": turn.raw_completion}
             if turns > 1:
-                observation = None if turn.observation is None or turn.observation.done else turn.observation.text
-                entry |= {"episode": p * group + g, "turn": number + 1, "observation": observation}
+                seen = None if turn.observation is None or turn.observation.done else turn.observation.text
+                entry |= {"episode": p * group + g, "turn": number + 1, "observation": seen}
             entry |= dict(zip(names, values[p, g, number], strict=True))
             entry |= {
                 "advantage": np.float32(advantage),
@@ -166,11 +168,31 @@ def epoch_line(rows: list[Record]) -> str:
     return f"epoch {rows[-1]['epoch']:.0f} ends, means of {len(rows)} iterations: {', '.join(means)}"
 
 
+MISSING_ITERATIONS, _CONSTANT_ITERATIONS = 3, 5
+"""Iterations in a row without a reward, after which a run stops; with one value of a reward, of which it warns."""
+
+
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
-    """Count the iterations in a row in which rewards were missing, or had one value; return also lines about them."""
+    """Count the iterations in a row in which a maximised reward was missing, or had one value, and warn of it.
+
+    Returns:
+        {"streaks": {name: [value, iterations]}}, the value None where no completion had the reward, "several" where
+        they differ; and lines.
+    """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
-    absent = missing_streaks(notes.get("absent", {}), values, ctx.rewards.weights)
-    constant = constant_streaks(notes.get("constant", {}), values, ctx.rewards.weights)
-    line = no_reward_yet(absent, done, ctx.iterations)
-    lines = [*([f"warning: {line}"] if line else ()), *constant_rewards(constant)]
-    return {"absent": absent, "constant": constant}, lines
+    streaks: dict[str, list[Any]] = {}
+    for name in maximised_names(ctx.rewards.weights):
+        found = np.unique(values[name][~np.isnan(values[name])])
+        value = "several" if len(found) > 1 else float(found[0]) if len(found) else None
+        last, count = notes.get("streaks", {}).get(name, (None, 0))
+        streaks[name] = [value, count + 1 if value == last else 1]
+    lines = [
+        f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; the policy "
+        "learns nothing from it"
+        for name, (value, count) in streaks.items()
+        if isinstance(value, float) and count == _CONSTANT_ITERATIONS
+    ]
+    never = [name for name, (value, count) in streaks.items() if value is None and count == done]
+    if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
+        lines.append(f"warning: no completion got the reward {join_names(never)} in the first {done} iterations")
+    return {"streaks": streaks}, lines

@@ -29,7 +29,7 @@ class Progress(NamedTuple):
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
-            findings; "absent" and "constant", streaks of rewards that are missing or have one value.
+            findings; "streaks" of rewards that are missing or have one value.
         unvalidated: Metrics of the last iteration where its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -22,9 +21,9 @@ from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.broadcast import is_main_process, together
+from grpo_jax.models.broadcast import is_main_process, on_all_processes
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, size_of_row
+from grpo_jax.rollout.data import FACTS, SPLITS, PromptSet, Row, Rows, facts_of
 from grpo_jax.rollout.pictures import as_text, source_of
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
@@ -32,8 +31,6 @@ from grpo_jax.rollout.rewards import Reward
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.progress import Record
-
-_MOST_KEPT = 256 * 2**20  # bytes of pictures
 
 
 class PythonInput(NamedTuple):
@@ -62,7 +59,7 @@ def load_given(
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         output.directory.write_config(to_yaml(given.config))
-    together(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
+    on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
@@ -83,7 +80,7 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
     prompts = source.prompts
     try:
         if not source.config.resume:
-            write_atomically(directory.prompts, lambda: _lines(prompts))
+            write_atomically(directory.prompts, _lines(prompts))
         elif directory.prompts.is_file():
             with directory.prompts.open("rb") as file:
                 if any(stored != line for stored, line in itertools.zip_longest(file, _lines(prompts))):
@@ -95,7 +92,6 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
 
 def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
-    size = 0
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
             for name, value in row.columns.items():
@@ -106,9 +102,6 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
             line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
             if row.pictures:
                 line["pictures"] = [as_text(source) for source in row.pictures]
-                size += sum(map(len, line["pictures"]))
-            if size > _MOST_KEPT:
-                raise _NotKept(f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB")
             if row.messages:
                 line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
             yield f"{json.dumps(line)}\n".encode()
@@ -122,12 +115,11 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
     records = read_lines(directory.prompts, _parsed)
-    splits, sizes = array("b"), array("q")
+    facts = bytearray()
     line: Any
-    for number, line in records.all():
+    for place, (number, line) in enumerate(records.all()):
         try:
-            splits.append(SPLITS.index(line["split"]))
-            sizes.extend(size_of_row(_row(line)))
+            facts += np.array([facts_of(_row(line), place, SPLITS.index(line["split"]))], FACTS).tobytes()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
             raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
@@ -136,8 +128,8 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
         ((_, line),) = records.read(place, place + 1)
         return _row(line)  # type: ignore[arg-type]
 
-    rows = Rows(make, np.arange(len(splits)), np.frombuffer(sizes, ROW_SIZES))
-    return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
+    rows = Rows(make, np.frombuffer(facts, FACTS))
+    return PromptSet(*(rows.take(rows.facts["split"] == part) for part in range(len(SPLITS))))
 
 
 def _parsed(text: str) -> Record | str:

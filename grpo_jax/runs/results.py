@@ -9,7 +9,7 @@ import numpy as np
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
-from grpo_jax.rollout.rewards import join_names, missing_rewards
+from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.evaluation import (
     Evaluation,
@@ -21,28 +21,9 @@ from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.progress import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
-from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table, of_turns
-from grpo_jax.tasks.task import Finished
+from grpo_jax.tasks.task import EpisodeEntry, Findings, Finished, GalleryEntry, ShownTurn, Table, of_turns
 
 _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
-_PACKAGES = (
-    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
-    "diffusers", "open_clip_torch",
-)  # fmt: skip
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect a run's results, where installed."""
-    import platform
-    from importlib import metadata
-
-    installed = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[str]:
@@ -51,7 +32,8 @@ def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[st
         return ["no prompts are held out: nothing is measured before and after training"]
     measured, values = before["greedy"].measures, np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0)
     listed = "  ".join(f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured))
-    missing = missing_rewards(dict(zip(ctx.fns.reward_names, values, strict=True)), ctx.rewards.weights)
+    absent = {name for name, some in zip(ctx.fns.reward_names, values, strict=True) if np.isnan(some).all()}
+    missing = [name for name in maximised_names(ctx.rewards.weights) if name in absent]
     notes = [f"warning: no held-out completion got the reward {join_names(missing)}"] if missing else []
     return [*notes, f"baseline on {len(ctx.test_rows)} held-out prompts: {listed}"]
 

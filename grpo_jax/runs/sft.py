@@ -21,9 +21,8 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables, make_loss_scale
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
-from grpo_jax.rollout.env import Observation, as_observation
-from grpo_jax.rollout.environment import prepared
-from grpo_jax.rollout.texts import follows_text
+from grpo_jax.rollout.encoding import follows_text
+from grpo_jax.rollout.env import Observation, as_observation, prepared
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.loading import RunContext

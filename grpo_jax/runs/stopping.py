@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
-from grpo_jax.rollout.rewards import no_reward_lately
+from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs.metrics import MISSING_ITERATIONS
 from grpo_jax.training.update import PATIENCE
 
 _KILLABLE = (
@@ -160,13 +161,18 @@ class EarlyStopping(NamedTuple):
         )
 
 
-def nothing_judged(absent: Mapping[str, int], iteration: int, iterations: int, run_dir: str) -> str:
-    """Return why a run ends without rewards: none came lately, or none at all in a short run; "" before."""
-    silence = no_reward_lately(absent, iterations)
-    if not silence:
+def nothing_judged(streaks: Mapping[str, Sequence[Any]], iteration: int, iterations: int, run_dir: str) -> str:
+    """Return why a run ends without rewards (`reward_streaks`): none came lately, or in a short run; "" before.
+
+    A reward may well apply to few prompts: all must be missing.
+    """
+    shortest = min((count if value is None else 0 for value, count in streaks.values()), default=0)
+    if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
         return ""
-    again = _again(run_dir, iteration < iterations)
-    return f"{silence}. Saved after iteration {iteration}; fix the rewards, or what they ask, and {again}"
+    return (
+        f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))}). Saved after "
+        f"iteration {iteration}; fix the rewards, or what they ask, and {_again(run_dir, iteration < iterations)}"
+    )
 
 
 def nothing_learned(skipped: int, updates: int, iteration: int, iterations: int, run_dir: str) -> str:

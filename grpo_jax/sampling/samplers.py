@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
-from grpo_jax.core.trie import Trie, make_trie
+from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
 from grpo_jax.models.hf.chat import Tokenizer, plain_tokens, special_ids
@@ -142,26 +141,6 @@ def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *
     ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
     stop = next(place for place, token in enumerate(ids) if token in eos_ids)
     return ids[: stop + 1]
-
-
-def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most: int) -> Trie:
-    """The tree of a task's texts (`tasks.task.Choices`); of texts with the same tokens the first counts.
-
-    UserError where a text is longer than `most` (sampling.max_new_tokens), or has no token of its own.
-    """
-    unknown = loaded.tokenizer.unk_token_id
-    numbers: dict[tuple[int, ...], int] = {}
-    for number, text in enumerate(texts):
-        ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-        words = f"at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, which may be written"
-        require(len(ids) <= most, "sampling.max_new_tokens", words, most)
-        if all(token == unknown for token in ids[:-1]):
-            raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
-        numbers.setdefault(tuple(ids), number)
-    trie = make_trie(list(numbers), vocab_size=loaded.config.vocab_size)
-    first = np.array(list(numbers.values()))
-    text = np.asarray(trie.text)
-    return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:

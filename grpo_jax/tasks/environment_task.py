@@ -14,7 +14,7 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, short_name
-from grpo_jax.rollout.env import EnvRunner
+from grpo_jax.rollout.env_adapters import EnvRunner
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward

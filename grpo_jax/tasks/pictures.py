@@ -21,13 +21,12 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, is_own_doing
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
+from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.texts import ParsedCompletion
-from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.rewriting import parse_rewrite
-from grpo_jax.tasks.task import Task, TaskData
+from grpo_jax.tasks.task import Chart, Curve, Display, Task, TaskData
 from grpo_jax.training.estimators import Invalid
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Literal
 
-from grpo_jax.rollout.texts import ParsedCompletion, continued
+from grpo_jax.rollout.encoding import ParsedCompletion, continued
 
 Form = Literal["rewrite", "append"]
 

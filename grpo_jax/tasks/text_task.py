@@ -11,12 +11,11 @@ from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import PromptSet, all_rows, row_sizes
-from grpo_jax.rollout.encoding import as_chat_messages
+from grpo_jax.rollout.data import PromptSet, all_rows, as_chat_messages, row_facts
+from grpo_jax.rollout.encoding import ParsedCompletion, as_is, continued
+from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.texts import ParsedCompletion, as_is, continued
-from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
 
 
@@ -58,7 +57,7 @@ class Text(Task):
         section = config.data
         if not os.path.exists(section.prompts):
             return 0, 0
-        return int(row_sizes(all_rows(prompts_of(section)))["pictures"].max()), 0
+        return int(row_facts(all_rows(prompts_of(section)))["pictures"].max()), 0
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts."""

@@ -9,9 +9,9 @@ import pytest
 from grpo_jax.config.sections import NewPolicySection
 from grpo_jax.errors import UserError
 from grpo_jax.models.random_init import write_policy
-from grpo_jax.tasks.recommendation import dummy
+from grpo_jax.tasks.recommendation.dataset import make_catalogue_of_words
 
-CATALOGUE = dummy.make_catalogue_of_words(560)
+CATALOGUE = make_catalogue_of_words(560)
 WORDS = tuple(dict.fromkeys(" ".join(CATALOGUE.titles).split()))
 
 

@@ -25,9 +25,9 @@ from grpo_jax.rollout import pictures as sources
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, make_encode, prepare_rows
 from grpo_jax.rollout.env import as_uint8
-from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.pictures import File, open_picture, read_rgb, size_of
 from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
+from grpo_jax.rollout.rewards import make_score
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.python_input import PythonInput, from_python, keep_prompts, kept_prompts
 

@@ -14,10 +14,9 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.rollout.reward_registry import TaskRewards, resolve_rewards
-from grpo_jax.rollout.rewards import with_arguments
+from grpo_jax.rollout.rewards import make_score, with_arguments
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 

@@ -10,11 +10,10 @@ from support.text_task import rows, train_here
 
 from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Row, batch_at, further_batch_at
-from grpo_jax.rollout.encoding import Encoded
-from grpo_jax.rollout.environment import RolloutFns
+from grpo_jax.rollout.encoding import Encoded, ParsedCompletion
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import RewardProgress
-from grpo_jax.rollout.texts import ParsedCompletion
+from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.batches import batch_of, draw, weigh
 from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import informative_groups

@@ -12,8 +12,8 @@ from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.reward_registry import ResolvedReward, TaskRewards, bind, resolve_rewards
+from grpo_jax.rollout.rewards import make_score
 from grpo_jax.tasks.pictures import REWARDS, Faithfulness, alignment, alignment_gain, conditioned, make_render
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]

@@ -90,28 +90,6 @@ def test_a_stage_that_raises_stops_all_and_is_named(failing):
     assert len(begun) < 30 and not [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
 
-def test_a_failure_lets_running_calls_end_and_begins_no_other():
-    inside, raised, begun = threading.Event(), threading.Event(), []
-
-    def sample(chunk):
-        begun.append(chunk)
-        if chunk == 1:
-            inside.set()
-            assert raised.wait(PATIENCE)
-            time.sleep(0.2)
-            begun.append("ended")
-        return chunk
-
-    def score(chunk):
-        assert inside.wait(PATIENCE)
-        raised.set()
-        raise RuntimeError("broken")
-
-    with pytest.raises(StageError, match="broken"):
-        run(5, ("sample", sample), ("score", score))
-    assert begun == [0, 1, "ended"]
-
-
 def test_a_stage_that_never_returns_is_given_up_and_says_who_was_at_work():
     release = threading.Event()
 

@@ -13,8 +13,7 @@ from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.env import Observation
-from grpo_jax.rollout.environment import make_encode_observation
+from grpo_jax.rollout.env import Observation, make_encode_observation
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -4,7 +4,6 @@ import string
 
 import numpy as np
 import pytest
-from support.encoded_prompts import format_prompt
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE, WordLevel
@@ -12,10 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
-from grpo_jax.rollout.encoding import pad_left
-from grpo_jax.rollout.texts import (
+from grpo_jax.rollout.encoding import (
     as_is,
     completion_statistics,
     continued,
@@ -55,18 +52,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 # ------------------------------------------------------------------------------------------------------- prompts
-
-
-def test_an_instruction_must_say_where_the_prompt_goes():
-    with pytest.raises(UserError, match=r"instruction: expected a text with \{prompt\}"):
-        format_prompt(word_tokenizer(), "a", instruction="draw")
-
-
-def test_pad_left_by_hand():
-    tokens, mask = pad_left([[5], [6, 7, 8], []], 3, 9)
-    assert tokens.tolist() == [[9, 9, 5], [6, 7, 8], [9, 9, 9]]
-    assert mask.tolist() == [[False, False, True], [True] * 3, [False] * 3]
-    assert (tokens.dtype, mask.dtype) == (np.int32, bool)
 
 
 @pytest.mark.parametrize(

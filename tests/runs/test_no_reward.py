@@ -44,10 +44,10 @@ def train(place, tmp_path, monkeypatch, capsys):
     return run, call
 
 
-def absent(run):
+def streaks(run):
     """What the last checkpoint remembers."""
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.read_meta("latest")["progress"]["notes"]["absent"]
+        return checkpoints.read_meta("latest")["progress"]["notes"]["streaks"]
 
 
 def test_it_stops_and_goes_on(train):
@@ -56,16 +56,17 @@ def test_it_stops_and_goes_on(train):
     assert code == 2 and "warning: no held-out completion got the reward rare, never" in out
     assert error.startswith("error: no completion got a reward in 3 iterations in a row (rare, never). Saved after")
     assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
-    assert len(rows(run)) == 3 and absent(run) == {"rare": 3, "never": 3}
+    assert len(rows(run)) == 3 and streaks(run) == {"rare": [None, 3], "never": [None, 3]}
     code, out, error = call("--resume", rare="on")
     assert code == 0 and [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]
-    assert absent(run) == {"rare": 0, "never": 4}
+    assert streaks(run)["rare"][0] is not None and streaks(run)["never"] == [None, 4]
 
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):
-    told = nothing_judged({"rare": 1, "never": 1}, 1, 1, str(tmp_path))
+    silent = {"rare": [None, 1], "never": [None, 1]}
+    told = nothing_judged(silent, 1, 1, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
-    assert told.endswith("and start again") and not nothing_judged({"rare": 1, "never": 1}, 1, 4, str(tmp_path))
+    assert told.endswith("and start again") and not nothing_judged(silent, 1, 4, str(tmp_path))
 
 
 def test_a_constant_reward_and_a_chat_policy_without_a_template_are_warned_of(place, tmp_path, capsys):

@@ -188,18 +188,3 @@ def test_what_is_certain_is_not_decoded():
     levels = levels_of(make_trie([(2, 3, 4, 5), (2, 6, 4), (3, 3, 3, 3)], vocab_size=9))
     assert [level.token.tolist() for level in levels] == [[2, 3], [3, 6]]
     assert [level.texts.tolist() for level in levels] == [[-1, 2], [0, 1]]
-
-
-def test_levels_of_several_widths_are_ranked_alike(model, monkeypatch):
-    """Each level in a loop of its own gives the same scores as levels of like width together."""
-    policy, variables = model
-    texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
-    texts += [(60, *pair, EOS) for pair in itertools.product((2, 3, 4), (2, 3))]
-    trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
-    together = make_ranker(policy, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
-    monkeypatch.setattr(ranking, "_width", lambda level: len(level.token))
-    assert len(levels_of(trie)) == 3 and len(ranking.stages_of(levels_of(trie), 0)) == 2
-    apart = make_ranker(policy, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
-    own = [np.take_along_axis(x.scores, np.argsort(x.texts, axis=1), axis=1) for x in (together, apart)]
-    np.testing.assert_allclose(*own, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(np.exp(own[0]).sum(1), 1, rtol=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes, make_sampler
+from grpo_jax.sampling.sampler import Samples, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one
@@ -208,13 +208,6 @@ def test_a_batch_is_halved_once_few_enough_go_on():
     assert policy.decoded == [4] * 19 + [2] * 50  # the first token of each comes from the prompt
 
 
-def test_the_cache_grows_in_few_sizes():
-    for length in (1, 64, 65, 200, 4096):
-        sizes = cache_sizes(length)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == length and len(sizes) <= 4
-        assert all(later - size <= max(64, length / 4 + 8) for size, later in zip([0, *sizes], sizes, strict=False))
-
-
 def test_random_numbers_do_not_depend_on_the_other_prompts():
     sample = make_sampler(Bigram(), SamplingParams(3, 5), eos_ids=(EOS,), pad_id=PAD)
     variables = table(seed=4)
@@ -245,13 +238,6 @@ def test_one_bucket_compiles_once():
     assert policy.traces == 1
     sample(table(), *prompts([5] * 10, length=17), keys_for(range(10)))
     assert policy.traces == 2
-
-
-def test_bucket_sizes_are_few_and_never_small():
-    sizes = [bucket_size(n) for n in range(1, 1025)]
-    assert all(n <= size <= 1.25 * n for n, size in enumerate(sizes, start=1))
-    assert len(set(sizes)) <= 8 + 4 * 7
-    assert {bucket_size(n, smallest=8) for n in range(1, 65)} == set(range(8, 65, 8))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from grpo_jax.tasks.recommendation.dummy import World
+from grpo_jax.tasks.recommendation.dataset import World
 
 
 def write_shop(folder: Path, world: World) -> dict[str, str]:

@@ -12,12 +12,11 @@ from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import Encoded
-from grpo_jax.rollout.env import EnvError, Observation
-from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_score
+from grpo_jax.rollout.encoding import Encoded, ParsedCompletion
+from grpo_jax.rollout.env import EnvError, EnvSettings, Observation
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.rollout import collect
-from grpo_jax.rollout.texts import ParsedCompletion
+from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.rollout import RolloutFns, collect
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.samplers import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams

@@ -11,8 +11,8 @@ from support.text_task import assert_same_run, rewound, train_here
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import EnvRunner, Episode, Turn
-from grpo_jax.runs.processes import start_facts
+from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.env_adapters import EnvRunner
 
 WORLDS = '''
 class Count:
@@ -185,17 +185,6 @@ def test_shares_are_kept_as_evenly_as_can_be(home):
     ).task
     kinds = task._kinds(40)
     assert [kinds[:n].count(1) for n in (4, 8, 40)] == [1, 2, 10]
-
-
-def test_processes_compare_what_a_file_with_a_share_holds(tmp_path):
-    file = tmp_path / "world.py"
-    file.write_text(WORLDS)
-    task = {"kind": "environment", "environment": {f"{file}:Count": 1}}
-    config = make_config(task=task, policy={"path": "new"})
-    before = start_facts(config)
-    file.write_text(WORLDS + "\n")
-    changed = {name for name, fact in start_facts(config).items() if fact != before[name]}
-    assert changed == {f"task.environment: {file}:Count"}
 
 
 @pytest.mark.parametrize(

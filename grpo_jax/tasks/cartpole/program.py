@@ -25,8 +25,7 @@ from grpo_jax.tasks.cartpole.training import (
     Training,
     make_train,
 )
-from grpo_jax.tasks.display import Table
-from grpo_jax.tasks.task import Finished, Info, Notes, State
+from grpo_jax.tasks.task import Finished, Info, Notes, State, Table
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.cartpole.task import CartPoleConfig

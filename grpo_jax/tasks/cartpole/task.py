@@ -25,8 +25,7 @@ from grpo_jax.config.fields import (
     resume_mutable,
 )
 from grpo_jax.config.run import TASKS
-from grpo_jax.tasks.display import Chart, Curve, Display
-from grpo_jax.tasks.task import Blocks, Info, Task
+from grpo_jax.tasks.task import Blocks, Chart, Curve, Display, Info, Task
 
 
 class CartPoleAlgorithm(Section):

@@ -9,19 +9,23 @@ import numpy as np
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.tasks.display import Findings, Table
-from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     Ask,
+    Interval,
     Prior,
+    bootstrap,
     count_baselines,
+    hit,
+    mrr,
+    ndcg,
     rank_all,
+    rank_of,
     taken_counts,
     title_baselines,
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
-from grpo_jax.tasks.recommendation.metrics import Interval, rank_of
+from grpo_jax.tasks.task import Findings, Table
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
@@ -51,8 +55,8 @@ class TableRow(NamedTuple):
 
 def measure_users(rank: np.ndarray) -> np.ndarray:
     """Return every measure of MEASURES for every user, f64 [U, 16]; NaN where the rank is."""
-    kinds = (metrics.hit, metrics.ndcg, metrics.mrr)
-    return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), metrics.mrr(rank)], axis=1)
+    kinds = (hit, ndcg, mrr)
+    return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), mrr(rank)], axis=1)
 
 
 def make_table(
@@ -82,7 +86,7 @@ def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], sa
         for group, members in {ALL: np.ones(len(ranked), bool), **groups}.items():
             counted = ranked & members
             users = int(counted.sum())
-            intervals = metrics.bootstrap(measured[counted], samples=samples) if users else []
+            intervals = bootstrap(measured[counted], samples=samples) if users else []
             measures = dict(zip(MEASURES, intervals, strict=False))
             rows.append(TableRow(method, group, users, int(members.sum()) - users, measures))
     return rows

@@ -29,19 +29,31 @@ from grpo_jax.rollout.rewards import (
     asks,
     finished,
 )
-from grpo_jax.tasks.recommendation import FUSED, RANK, metrics
-from grpo_jax.tasks.recommendation.baselines import Prior, item_scores, levelled
+from grpo_jax.tasks.recommendation import FUSED, RANK
+from grpo_jax.tasks.recommendation.baselines import (
+    Gain,
+    Measure,
+    Prior,
+    count_better,
+    gain,
+    hit,
+    item_scores,
+    levelled,
+    mrr,
+    ndcg,
+    rank_of,
+)
 from grpo_jax.tasks.recommendation.catalogue import Items
-from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
 
-BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
-_MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+_MEASURES = {"hr": hit, "ndcg": ndcg, "mrr": mrr}
 
 
 def task_rewards(items: int, *, fused: bool) -> dict[str, Reward | Maker]:
     """Return the rewards by name; `fused` where rankings have a prior."""
-    rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(make_reward, name, items)) for name in BUILT_IN}
-    rewards[RANK] = _of_rank(lambda rank: rank)
+    rewards: dict[str, Reward | Maker] = {
+        name: Maker(functools.partial(make_reward, name, items)) for name in ("ndcg", "hit", "mrr")
+    }
+    rewards |= {"soft": soft, RANK: _of_rank(lambda rank: rank)}
     if fused:
         rewards[FUSED] = _fused
     return rewards
@@ -57,33 +69,20 @@ def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[
     return {"rank": np.asarray(rank, np.float64).tolist(), "probability": np.asarray(probability, np.float64).tolist()}
 
 
-def make_reward(name: str, items: int, /, **options: float) -> Reward:
-    """Return a built-in reward; a ValueError if an option is unknown or out of range.
+def make_reward(name: Gain, items: int, /, *, k: float = 0) -> Reward:
+    """Return a built-in reward; a ValueError if `k` is out of range.
 
     Args:
-        name: "ndcg", "hit", "mrr", "mixed" (their weighted mean), or "soft", the target's probability under the
-            retriever: dense where ranks are sparse, an objective beside them.
+        name: "ndcg", "hit" or "mrr".
         items: How many items the catalogue has.
-        **options: "k", the cut-off, at most `items`; left out or 0, none, so that every rank counts (with a small k and
-            few completions most groups have no spread to learn from). For "mixed" also a weight by name of a measure;
-            a measure that is not named then has none. "soft" takes no option.
+        k: The cut-off, at most `items`; 0 for none, so that every rank counts (with a small k and few completions most
+            groups have no spread to learn from).
     """
-    named = metrics.MIXED_WEIGHTS if name == "mixed" else ()
-    weights = {measure: options.pop(measure) for measure in named if measure in options}
-    k = 0 if name == "soft" else options.pop("k", 0)
-    if options:
-        raise ValueError(f"{name} has no option {next(iter(options))!r}")
-    if name == "soft":
-        return _soft
     if k < 0 or k != int(k):
         raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
     if k > items:
         raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
-    cutoff = int(k) or None
-    if name == "mixed":
-        chosen = weights or metrics.MIXED_WEIGHTS
-        return _of_rank(functools.partial(metrics.mixed, k=cutoff, items=items, weights=chosen))
-    return _of_rank(functools.partial(metrics.gain, name, k=cutoff, items=items))
+    return _of_rank(functools.partial(gain, name, k=int(k) or None, items=items))
 
 
 def measure(name: str) -> Reward | None:
@@ -94,16 +93,15 @@ def measure(name: str) -> Reward | None:
     return _of_rank(functools.partial(_MEASURES[kind], k=int(k) if at else None))
 
 
-def _of_rank(measure: metrics.Measure) -> Reward:
-    measure(np.ones(1))  # bad options speak up now, not in the first step
-
+def _of_rank(measure: Measure) -> Reward:
     def reward(rank: Sequence[float], **_: object) -> list[float | None]:
         return _listed(measure(np.asarray(rank, np.float64)))
 
     return reward
 
 
-def _soft(probability: Sequence[float], **_: object) -> list[float | None]:
+def soft(probability: Sequence[float], **_: object) -> list[float | None]:
+    """Return the target's probability under the retriever: dense where ranks are sparse, an objective beside them."""
     return _listed(np.asarray(probability, np.float64))
 
 

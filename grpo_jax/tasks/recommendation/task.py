@@ -18,13 +18,12 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RetrievalSection
-from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS, FUSED, PLACES, RANK
-from grpo_jax.tasks.task import Task, TaskData, TaskSetup
+from grpo_jax.tasks.task import Display, Task, TaskData, TaskSetup
 
 if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
-    from grpo_jax.tasks.recommendation.recommending import MakeWriter, Recommender
+    from grpo_jax.tasks.recommendation.loading import MakeWriter, Recommender
 
 
 class PriorSection(Section):
@@ -128,6 +127,6 @@ class Recommendation(Task):
 
     def recommender(self, config: Config, policy: Policy, writer: MakeWriter) -> Recommender:
         """Return a trained policy's recommender (`recommending.make_recommender`)."""
-        from grpo_jax.tasks.recommendation.recommending import make_recommender
+        from grpo_jax.tasks.recommendation.loading import make_recommender
 
         return make_recommender(config, policy, writer)

@@ -26,8 +26,7 @@ from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.chat import special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
-from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.texts import as_is, make_decode
+from grpo_jax.rollout.encoding import as_is, make_decode, make_encode
 
 TEXTS = (
     "config.json",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.rollout.texts import ParsedCompletion
+from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.tasks.rewriting import parse_rewrite
 
 CHAT_ANSWERS = [

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from grpo_jax.tasks.recommendation import baselines, metrics
+from grpo_jax.tasks.recommendation import baselines
 from grpo_jax.tasks.recommendation import report as table
 from grpo_jax.tasks.recommendation.catalogue import UserSequence, make_catalogue
 from grpo_jax.tasks.recommendation.dataset import last_split, split_examples
@@ -49,7 +49,7 @@ class WordRetriever:
             np.stack([self._vector(text) for text in texts])
             @ np.stack([self._vector(title) for title in CATALOGUE.titles]).T
         )
-        rank = metrics.rank_of(metrics.count_better(scores, np.array(targets), exclude, tolerance=1e-9))
+        rank = baselines.rank_of(baselines.count_better(scores, np.array(targets), exclude, tolerance=1e-9))
         if self.silent_about is not None:
             rank = np.where(np.array(targets) == self.silent_about, np.nan, rank)
         return Ranks(rank, np.zeros(len(rank)))
@@ -73,7 +73,7 @@ def slow_ranks(score):
 
 
 def ranked(score, rows=ROWS, items=ITEMS):
-    return metrics.rank_of(baselines.rank_all(score, rows, items=items))
+    return baselines.rank_of(baselines.rank_all(score, rows, items=items))
 
 
 def count_ranks(users, items, rows):
@@ -83,7 +83,7 @@ def count_ranks(users, items, rows):
 
 @pytest.mark.parametrize("block", [7, 512])
 def test_popularity_counts_users_in_training(block, monkeypatch):
-    monkeypatch.setattr(metrics, "_MOST_USERS", block)
+    monkeypatch.setattr(baselines, "_MOST_USERS", block)
     counts = Counter(item for user in USERS for item in user.items[:-2])
     ranks = ranked(baselines.popularity(KNOWN, ITEMS))
     assert ranks.tolist() == slow_ranks(lambda history, item: counts[item])
@@ -162,7 +162,7 @@ def test_paired_differences_are_those_of_the_same_users():
     assert (second.users, second.missing) == (39, 1)
     gain = np.array([0.0, 1 / np.log2(3) - 1 / 2, 0.0, 0.0] * 10)
     assert first.measures["NDCG@10"].mean == pytest.approx(gain.mean(), rel=1e-12)
-    drawn = metrics.bootstrap(gain[:, None])[0]
+    drawn = baselines.bootstrap(gain[:, None])[0]
     assert first.measures["NDCG@10"] == pytest.approx(drawn, rel=1e-12) and drawn.clear_of_zero
     assert second.measures["NDCG@10"].mean == pytest.approx(gain[1:].mean(), rel=1e-12)
     assert set(same.measures["MRR"]) == {0.0} and not same.measures["MRR"].clear_of_zero

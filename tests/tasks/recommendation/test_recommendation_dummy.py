@@ -4,20 +4,20 @@ import itertools
 
 import pytest
 
-from grpo_jax.tasks.recommendation import dummy
+from grpo_jax.tasks.recommendation import dataset
 from grpo_jax.tasks.recommendation.dataset import last_split, load_dataset, split_examples
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 def test_without_noise_targets_follow_the_rules():
-    world = dummy.make_world(users=100, fickle=0.3, noise=0.0)
+    world = dataset.make_world(users=100, fickle=0.3, noise=0.0)
     votes = 0
     for user, expected in zip(world.sequences.users, world.expected, strict=True):
         assert user.items[-1] == expected
         words = [world.catalogue.titles[item].split() for item in user.items]
         brands, colours, materials, kinds = zip(*words, strict=True)
         assert len(set(materials)) == 1
-        for names, wheel in ((colours, dummy.COLOURS), (kinds, dummy.KINDS)):
+        for names, wheel in ((colours, dataset.COLOURS), (kinds, dataset.KINDS)):
             steps = [(wheel.index(b) - wheel.index(a)) % len(wheel) for a, b in itertools.pairwise(names)]
             assert steps == [1] * 7
         history = list(brands[:-1])
@@ -27,7 +27,7 @@ def test_without_noise_targets_follow_the_rules():
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_no_title_repeats_and_no_prompt_holds_the_target(noise):
-    world = dummy.make_world(users=200, length=20, noise=noise, seed=4)
+    world = dataset.make_world(users=200, length=20, noise=noise, seed=4)
     for user in world.sequences.users:
         assert len(set(user.items)) == len(user.items)
     task = Recommendation(history_items=19, separator=" , ")

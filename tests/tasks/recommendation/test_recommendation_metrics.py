@@ -6,10 +6,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from grpo_jax.tasks.recommendation import metrics
+from grpo_jax.rollout.rewards import collect_rewards
+from grpo_jax.tasks.recommendation import baselines, rewards
 
 
 @pytest.mark.parametrize(
@@ -22,19 +21,19 @@ from grpo_jax.tasks.recommendation import metrics
     ],
 )
 def test_items_before_and_level_with_the_target_by_hand(scores, target, history, tolerance, expected):
-    counts = metrics.count_better(np.array([scores]), np.array([target]), [history], tolerance=tolerance)
+    counts = baselines.count_better(np.array([scores]), np.array([target]), [history], tolerance=tolerance)
     assert (int(counts.better[0]), int(counts.ties[0])) == expected
-    assert metrics.rank_of(counts).tolist() == [1 + sum(expected)]
+    assert baselines.rank_of(counts).tolist() == [1 + sum(expected)]
 
 
 MEASURES = {
-    "ndcg": metrics.ndcg,
-    "ndcg@5": lambda rank: metrics.ndcg(rank, k=5),
-    "ndcg@10": lambda rank: metrics.ndcg(rank, k=10),
-    "hit_rate@5": lambda rank: metrics.hit(rank, k=5),
-    "hit_rate@10": lambda rank: metrics.hit(rank, k=10),
-    "mrr": metrics.mrr,
-    "mrr@10": lambda rank: metrics.mrr(rank, k=10),
+    "ndcg": baselines.ndcg,
+    "ndcg@5": lambda rank: baselines.ndcg(rank, k=5),
+    "ndcg@10": lambda rank: baselines.ndcg(rank, k=10),
+    "hit_rate@5": lambda rank: baselines.hit(rank, k=5),
+    "hit_rate@10": lambda rank: baselines.hit(rank, k=10),
+    "mrr": baselines.mrr,
+    "mrr@10": lambda rank: baselines.mrr(rank, k=10),
 }
 
 
@@ -45,7 +44,7 @@ def test_measures_agree_with_ranx():
     rng = np.random.default_rng(0)
     scores = rng.permuted(np.tile(np.arange(40.0), (25, 1)), axis=1)  # no two alike: ranx knows no rule for ties
     targets = rng.integers(0, 40, 25)
-    ranks = metrics.rank_of(metrics.count_better(scores, targets, [[]] * 25))
+    ranks = baselines.rank_of(baselines.count_better(scores, targets, [[]] * 25))
     qrels = ranx.Qrels({f"u{u}": {f"i{target}": 1} for u, target in enumerate(targets)})
     run = ranx.Run({f"u{u}": {f"i{i}": score for i, score in enumerate(row)} for u, row in enumerate(scores)})
     ranx.evaluate(qrels, run, list(MEASURES))
@@ -57,26 +56,11 @@ def test_measures_agree_with_ranx():
 def test_measures_by_hand():
     rank = np.array([1.0, 2.0, 3.0, 10.0, 11.0, np.nan])
     nan = math.nan
-    np.testing.assert_allclose(metrics.ndcg(rank, k=10), [1, 1 / math.log2(3), 0.5, 1 / math.log2(11), 0, nan])
-    np.testing.assert_allclose(metrics.ndcg(rank)[4], 1 / math.log2(12))
-    np.testing.assert_allclose(metrics.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0, nan])
-    np.testing.assert_allclose(metrics.hit(rank, k=2), [1, 1, 0, 0, 0, nan])
-    np.testing.assert_allclose(metrics.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5, nan])
-
-
-@given(rank=st.integers(1, 40), weights=st.tuples(*[st.floats(0.01, 10.0)] * 3), k=st.sampled_from([None, 5]))
-def test_mixed_weights_are_normalised(rank, weights, k):
-    named = dict(zip(("ndcg", "mrr", "hit"), weights, strict=True))
-    value = float(metrics.mixed(np.array(rank), k=k, items=40, weights=named))
-    doubled = float(metrics.mixed(np.array(rank), k=k, items=40, weights={name: 2 * w for name, w in named.items()}))
-    parts = (
-        metrics.ndcg(np.array(rank), k=k),
-        metrics.mrr(np.array(rank), k=k),
-        metrics.hit(np.array(rank), k=k, items=40),
-    )
-    expected = sum(w * float(part) for w, part in zip(weights, parts, strict=True)) / sum(weights)
-    assert value == pytest.approx(expected, abs=1e-12) == doubled
-    assert float(metrics.mixed(np.array(1), k=k, items=40, weights=named)) == pytest.approx(1.0)
+    np.testing.assert_allclose(baselines.ndcg(rank, k=10), [1, 1 / math.log2(3), 0.5, 1 / math.log2(11), 0, nan])
+    np.testing.assert_allclose(baselines.ndcg(rank)[4], 1 / math.log2(12))
+    np.testing.assert_allclose(baselines.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0, nan])
+    np.testing.assert_allclose(baselines.hit(rank, k=2), [1, 1, 0, 0, 0, nan])
+    np.testing.assert_allclose(baselines.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5, nan])
 
 
 # bootstrap
@@ -84,11 +68,33 @@ def test_mixed_weights_are_normalised(rank, weights, k):
 
 def test_an_interval_agrees_with_resampling_by_hand():
     values = np.random.default_rng(0).random((50, 2))
-    (first, second) = metrics.bootstrap(values, samples=200, seed=7)
+    (first, second) = baselines.bootstrap(values, samples=200, seed=7)
     generator = np.random.Generator(np.random.PCG64(7))
     means = np.array([values[generator.integers(0, 50, 50)].mean(0) for _ in range(200)])
     for column, interval in enumerate((first, second)):
         expected = [values[:, column].mean(), *np.quantile(means[:, column], [0.025, 0.975])]
         np.testing.assert_allclose(interval, expected, rtol=1e-12)
-    assert metrics.bootstrap(values, samples=200, seed=7) == [first, second]
-    assert metrics.bootstrap(values, samples=200, seed=8) != [first, second]
+    assert baselines.bootstrap(values, samples=200, seed=7) == [first, second]
+    assert baselines.bootstrap(values, samples=200, seed=8) != [first, second]
+
+
+def test_a_missing_rank_is_a_missing_reward_and_a_reward_of_the_users_own_never_sees_it():
+    rank, probability = np.array([1.0, 2.0, 7.0, math.nan, 12.0, 1000.0]), [0.5, 0.25, 0.125, math.nan, 0.0625, 0.0]
+    seen = []
+
+    def own(rank, target_title):
+        seen.append((list(rank), list(target_title)))
+        return np.array([1 / r for r in rank])
+
+    columns = {"target_title": list("abcdef"), **rewards.reward_columns(rank, probability)}
+    wrapped = rewards.where_ranked(own)
+    assert wrapped.__name__ == "own"
+    functions = {"own": wrapped, "mrr": rewards.make_reward("mrr", 1000, k=10), "soft": rewards.soft}
+    values = collect_rewards(functions, ["p"] * 6, ["c"] * 6, columns, 2).reshape(6, 3)
+    assert seen == [([1.0, 2.0, 7.0, 12.0, 1000.0], ["a", "b", "c", "e", "f"])]
+    np.testing.assert_allclose(values[:, 0], [1, 0.5, 1 / 7, math.nan, 1 / 12, 1e-3], rtol=1e-6)
+    np.testing.assert_allclose(values[:, 1], [1, 0.5, 1 / 7, math.nan, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(values[:, 2], probability)
+    nothing = columns | rewards.reward_columns(np.full(6, math.nan), probability)
+    assert np.isnan(collect_rewards({"own": wrapped}, ["p"] * 6, ["c"] * 6, nothing, 2)).all()
+    assert len(seen) == 1

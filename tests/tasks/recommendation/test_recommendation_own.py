@@ -15,7 +15,7 @@ from support.shop_files import write_shop
 
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
-from grpo_jax.tasks.recommendation.dummy import make_world
+from grpo_jax.tasks.recommendation.dataset import make_world
 from grpo_jax.tasks.recommendation.loading import item_vectors
 from grpo_jax.train import main
 

@@ -12,14 +12,12 @@ from support.shop_files import write_shop
 
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
-from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.texts import listed_trie
+from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
-from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
-from grpo_jax.tasks.recommendation.recommending import policy_ranking
+from grpo_jax.tasks.recommendation.baselines import count_better, rank_of
+from grpo_jax.tasks.recommendation.dataset import load_dataset, make_world
+from grpo_jax.tasks.recommendation.loading import policy_ranking
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -67,7 +65,7 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     """Against a forward pass over each title alone."""
     config, policy, dataset = restored
     loaded, rows, titles = policy.folder, dataset.prompts.test[:16], dataset.catalogue.titles
-    trie = listed_trie(config, config.task.choices(config), loaded)
+    trie = choices_trie(config, config.task.choices(config), loaded)
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size,
                          rows=rows, image_processor=None)  # fmt: skip
     ids = np.array([completion_tokens(loaded.tokenizer, title, loaded.eos_ids, gap=True) for title in titles], np.int32)

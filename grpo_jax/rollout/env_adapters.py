@@ -1,5 +1,6 @@
-"""Python functions as tools: offered to the policy as JSON schemas, called as it writes, answered as text.
+"""The two adapters that make an environment: classes with `reset` and `step`, and Python functions as tools.
 
+Tools are offered to the policy as JSON schemas, called as it writes, and answered as text.
 `data.tools` names them by import path. A class among them is what TRL calls an environment factory: each episode has
 one object, whose public methods are tools. `reset(**row)` begins it and may add to its prompt, `get_reward()` may judge
 it.
@@ -14,17 +15,149 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import EnvRunner, Episode, Observation, awaited
-from grpo_jax.rollout.rewards import Columns, accepted_arguments, finished
+from grpo_jax.rollout.env import Episode, Observation
+from grpo_jax.rollout.rewards import Columns, accepted_arguments, as_number, finished
+
+_STEPS, _WAITING = 65_536, 4_096  # most remembered results of steps, and environments after their last step
+
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or a conversation as chat messages."""
+
+
+class Step(NamedTuple):
+    """The result of a step; a class may return it as a plain tuple."""
+
+    observation: str | Observation | None
+    reward: float | None
+    done: bool
+
+
+class SingleEnv(Protocol):
+    """One episode, made without arguments. It is a function of its seed and of the texts that it was given.
+
+    Both methods may be `async def`.
+    """
+
+    def reset(self, seed: int) -> Prompt | Awaitable[Prompt]:
+        """Begin the episode of a seed, and return its prompt."""
+        ...
+
+    def step(self, text: str) -> tuple[str | Observation | None, float | None, bool] | Awaitable[tuple]:
+        """Take a completion: return the observation, its reward (None for none), and whether this is the end."""
+        ...
+
+
+Single = TypeVar("Single", bound=SingleEnv)
+Key = tuple[str, int, tuple[str, ...]]
+"""Kind of environment, seed, and texts so far: an episode."""
+
+
+class EnvRunner(Generic[Single]):
+    """Steps environments along the episodes of a rollout; `step` is an `Env`.
+
+    Nothing else remembers where an episode stands: its environment is at hand, or is made again and led through the
+    episode's texts, as after a resume. One that raises fails its own episode alone: the exception stands in place of
+    its observation and of its reward.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Single]], seed: str = "seed"):
+        """Take environments by kind, which rows have as a column "environment", and the name of their seeds' column."""
+        self._makers = makers
+        self._seed = seed
+        self._steps: OrderedDict[Key, Step | BaseException] = OrderedDict()
+        self._waiting: OrderedDict[Key, Single] = OrderedDict()
+
+    def prompt(self, kind: str, seed: int, method: str) -> Prompt:
+        """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
+        with failures_as(lambda error: UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")):
+            return finished(awaited(self._makers[kind]().reset(seed)))
+
+    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
+        """Answer the last completion of each episode; None if it is done."""
+        keys = [
+            (row.columns["environment"], row.columns[self._seed], episode.completions)
+            for row, episode in zip(rows, episodes, strict=True)
+        ]
+        steps = finished(self._taken(keys))
+        return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
+
+    def reward(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> list[float | BaseException | None]:
+        """Return the environment's reward of each completion, without those of earlier turns."""
+        steps = finished(self._taken(self._keys(completions, **columns)))
+        return [step if isinstance(step, BaseException) else step.reward for step in steps]
+
+    def environments(self, completions: Sequence[str], **columns: Any) -> list[Single]:
+        """Return the environment of each completion as it is after it; equal episodes share one."""
+        keys = self._keys(completions, **columns)
+        finished(self._taken(keys))
+        return [self._waiting.get(key) or finished(self._led(key)) for key in keys]
+
+    def _keys(self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any) -> list[Key]:
+        texts = [(one,) for one in completions] if episodes is None else [one.completions for one in episodes]
+        return [*zip(columns["environment"], columns[self._seed], texts, strict=True)]
+
+    async def _taken(self, keys: Sequence[Key]) -> list[Step | BaseException]:
+        new = [key for key in dict.fromkeys(keys) if key not in self._steps]
+        steps = dict(zip(new, await asyncio.gather(*map(self._step, new)), strict=True))
+        taken = [steps.get(key) or self._steps[key] for key in keys]
+        self._steps |= steps
+        for remembered, most in ((self._steps, _STEPS), (self._waiting, _WAITING)):
+            while len(remembered) > most:
+                remembered.popitem(last=False)
+        return taken
+
+    async def _step(self, key: Key) -> Step | BaseException:
+        kind, seed, texts = key
+        before = (kind, seed, texts[:-1])
+        environment = self._waiting.pop(before, None)  # of a group's equal texts one gets it
+        try:
+            if environment is None:
+                environment = await self._led(before)
+            return _checked(await awaited(environment.step(texts[-1])))
+        except BaseException as error:
+            if not is_own_doing(error):
+                raise
+            return error
+        finally:
+            if environment is not None:
+                self._waiting[key] = environment
+
+    async def _led(self, key: Key) -> Single:
+        kind, seed, texts = key
+        environment = self._makers[kind]()
+        await awaited(environment.reset(seed))
+        for text in texts:
+            await awaited(environment.step(text))
+        return environment
+
+
+async def awaited(returned: Any) -> Any:
+    """Return what a function returned, or what it promised."""
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def _checked(returned: object) -> Step:
+    """Return the result of a step; TypeError unless it is (observation, reward, done)."""
+    observation, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
+    number = None if reward is None else as_number(reward)
+    if (observation is None and not done) or (number is None and reward is not None):
+        expected = "(observation, reward, done), the reward finite or None, the observation no None unless it is done"
+        raise TypeError(f"step must return {expected}, got {one_line(repr(returned), 60)}")
+    return Step(observation, number, bool(done))
+
 
 _RESERVED = ("reset", "get_reward")  # methods that are no tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

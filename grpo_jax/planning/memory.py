@@ -27,9 +27,8 @@ from grpo_jax.models.lora import count_weights
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
-from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
-from grpo_jax.planning.programs import Report, report_program, run_programs
-from grpo_jax.planning.shapes import GIB, Shown, state_shapes, tree_bytes
+from grpo_jax.planning import GIB, MEMORY, PLAN, TARGET, PlanRequest
+from grpo_jax.planning.programs import Report, Shown, report_program, run_programs, state_shapes, tree_bytes
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
 from grpo_jax.rollout.data import all_rows, row_facts
 from grpo_jax.rollout.prompts import prompts_of

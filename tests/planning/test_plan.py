@@ -208,9 +208,9 @@ def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
 def test_a_policy_that_samples_ahead_is_a_copy():
     config, model = of_tiny("--training.async_level=1")
     memory = held(config, model)
-    assert memory.behind == memory.weights > 0  # all weights are trained
+    assert memory.rollout_weights == memory.weights > 0  # all weights are trained
     adapters, model = of_tiny("--training.async_level=1", "--policy.lora.rank=2")
-    assert 0 < held(adapters, model).behind < memory.behind / 2
+    assert 0 < held(adapters, model).rollout_weights < memory.rollout_weights / 2
     lines = plan.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)
 

@@ -67,7 +67,7 @@ def test_tokens_that_cannot_be_forbidden(forbidden, message):
 
 
 def test_stop_strings_that_no_text_shows():
-    with pytest.raises(UserError, match="sampling.stop: expected texts that are not empty"):
+    with pytest.raises(UserError, match=r"sampling.stop: expected texts that are not empty"):
         make_config(task="text", sampling={"stop": [""]})
     with pytest.raises(UserError, match=r"no text shows the special token <\|im_end\|>"):
         stops_of([". <|im_end|>"], chat_tokenizer(), 272)

@@ -105,7 +105,7 @@ class Work:
                         yield
                 else:
                     yield
-            except (Stopped, StageError):  # of process 0, which ends the batch in all
+            except StageError:  # of process 0, which ends the batch in all
                 raise
             except Exception as error:
                 own = isinstance(error, UserError)  # a user's mistake names its cause itself

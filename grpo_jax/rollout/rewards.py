@@ -169,7 +169,7 @@ def make_score(
         texts: list[list[str]],
         pictures: Any,
         episodes: list[list[Episode]] | None = None,
-        tokens: list[list[list[int]]] | Callable[[], list[list[list[int]]]] | None = None,
+        tokens: list[list[list[int]]] | None = None,
         missing: bool = missing,
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
@@ -182,8 +182,7 @@ def make_score(
         else:
             columns["episodes"] = [*itertools.chain.from_iterable(episodes)]
         if ids_asked and (tokens is not None or tokenize is not None):
-            by_group = tokens() if callable(tokens) else tokens or []
-            written = [*itertools.chain.from_iterable(by_group)] or [[] for _ in completions]
+            written = [*itertools.chain.from_iterable(tokens or [])] or [[] for _ in completions]
             columns["completion_ids"] = [  # what the policy did not write has no tokens of its own
                 ids or ([] if tokenize is None else tokenize(text))
                 for ids, text in zip(written, completions, strict=True)
@@ -195,11 +194,12 @@ def make_score(
         if columns_of is not None:
             columns |= columns_of(completions, columns)
 
-        def collect(functions: Mapping[str, Reward]) -> np.ndarray:
-            on_error = "missing" if missing else "raise"
-            return collect_rewards(functions, prompts, completions, columns, group, on_error=on_error)
-
-        return collect(rewards), collect(eval_rewards)
+        on_error = "missing" if missing else "raise"
+        first, second = (
+            collect_rewards(some, prompts, completions, columns, group, on_error=on_error)
+            for some in (rewards, eval_rewards)
+        )
+        return first, second
 
     return score
 

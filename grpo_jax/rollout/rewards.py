@@ -166,10 +166,7 @@ def make_score(
         tokenize: The tokens of a text that the policy has not written.
         progress: Gives `PROGRESS`, asked at each call.
     """
-    functions = [*rewards.values(), *eval_rewards.values()]
-    ids_asked, prompts_asked, completions_asked = (
-        any(asks(function, name) for function in functions) for name in ("completion_ids", *MESSAGES)
-    )
+    ids_asked = any(asks(function, "completion_ids") for function in (*rewards.values(), *eval_rewards.values()))
 
     def score(
         rows: Sequence[Row],
@@ -195,10 +192,8 @@ def make_score(
                 ids or ([] if tokenize is None else tokenize(text))
                 for ids, text in zip(written, completions, strict=True)
             ]
-        if prompts_asked:
-            columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
-        if completions_asked:
-            columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
+        columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
+        columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
 

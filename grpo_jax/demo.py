@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from grpo_jax.errors import StageError, UserError, exit_process, one_line, read_options, run_cli, run_parser
+from grpo_jax.errors import StageError, UserError, command, exit_process, one_line, run_parser
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -68,11 +68,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _serve(read_options(make_parser(), words)), arguments)
-
-
 def _serve(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.inference import Asker, checkpoint_names
@@ -116,14 +111,10 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _require_free(port: int) -> None:
     """Raise UserError where nobody can listen, before anything is loaded."""
-    if not 0 < port < 2**16:
-        raise UserError(f"--port: expected a number from 1 to 65535, got {port}")
     try:
-        with socket.create_server((_HOST, port)):
-            pass
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise UserError(f"--port: cannot listen on {_HOST}:{port} ({reason}); choose another") from error
+        socket.create_server((_HOST, port)).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port: cannot listen on {_HOST}:{port} ({one_line(error)}); choose another") from error
 
 
 def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> str:
@@ -194,6 +185,8 @@ def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -
         gradio.on([button.click, prompt.submit], show, asked, [line, shown], api_visibility="private")
     return page
 
+
+main = command(make_parser, _serve)
 
 if __name__ == "__main__":
     exit_process(main())

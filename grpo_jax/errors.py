@@ -23,7 +23,6 @@ EXTRAS = {
 }
 """The extra that brings a module which is imported only where it is needed."""
 _SHOWN_CHARACTERS = 140  # of mistakes in data
-_SHOWN_PROBLEMS = 32
 
 
 def version() -> str:
@@ -44,30 +43,24 @@ class UserError(Exception):
 
 
 class Problems:
-    """Mistakes in data, counted, and the first of them in words: a file may hold millions."""
+    """Mistakes in data, counted, and the first two in words: a file may hold millions."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.messages: list[str] = []
+        self.shown: list[str] = []
 
     def add(self, message: str) -> None:
         """Note one."""
         self.count += 1
-        if len(self.messages) < _SHOWN_PROBLEMS:
-            self.messages.append(_cut(message, _SHOWN_CHARACTERS))
+        if len(self.shown) < 2:
+            self.shown.append(_cut(message, _SHOWN_CHARACTERS))
 
     def refuse(self, subject: str) -> None:
-        """Raise UserError where there are any: one line, with as many as fit in."""
-        if not self.count:
-            return
-        shown = self.messages[:1]
-        for message in self.messages[1:]:
-            if sum(map(len, shown)) + len(message) > _SHOWN_CHARACTERS:
-                break
-            shown.append(message)
-        if self.count > len(shown):
-            shown.append(f"and {self.count - len(shown)} more")
-        raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(shown)}")
+        """Raise UserError, in one line, if there are any."""
+        more = [f"and {self.count - 2} more"] if self.count > 2 else []
+        if self.count:
+            lines = "bad line" if self.count == 1 else "bad lines"
+            raise UserError(f"{subject}: {self.count} {lines}: {'; '.join([*self.shown, *more])}")
 
 
 class FieldError(UserError, ValueError):
@@ -128,11 +121,6 @@ def failures_as(describe: Callable[[BaseException], BaseException]) -> Iterator[
         raise described from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the memory of a device ran out, by JAX's error or torch's."""
-    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
-
-
 def short_repr(value: object, most: int = 60) -> str:
     """A value as an error line shows it: its repr, in so many characters at most."""
     try:
@@ -190,6 +178,17 @@ def read_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpa
     return parser.parse_args(words)
 
 
+def command(
+    make_parser: Callable[[], argparse.ArgumentParser], act: Callable[[argparse.Namespace], None]
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the `main` of a command that reads a run: of its arguments (None: the process's own), its exit code."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return run_cli(lambda words: act(read_options(make_parser(), words)), arguments)
+
+    return main
+
+
 def run_cli(
     act: Callable[[list[str]], object], arguments: Sequence[str] | None, *, silent: Callable[[], bool] = lambda: False
 ) -> int:
@@ -223,9 +222,10 @@ def _lines_of(error: Exception) -> Sequence[object] | None:
     sampling = isinstance(error, StageError) and error.stage.startswith("sample")
     if isinstance(error, StageError) and not sampling:
         return [error]
-    if not is_out_of_memory(error):
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)  # JAX's; torch's has a name of its own
+    if not exhausted and type(error).__name__ != "OutOfMemoryError":
         return None
-    whose = "the policy" if sampling or "RESOURCE_EXHAUSTED" in str(error) else "a judge in PyTorch"
+    whose = "the policy" if sampling or exhausted else "a judge in PyTorch"
     return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
 
 

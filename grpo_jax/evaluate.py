@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser
+from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,11 +26,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
     return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _evaluate(read_options(make_parser(), words)), arguments)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -98,6 +93,8 @@ def _print_measures(report: Mapping[str, Any]) -> None:
         cells = (report[kind].get(name) for kind in kinds)
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
 
+
+main = command(make_parser, _evaluate)
 
 if __name__ == "__main__":
     exit_process(main())

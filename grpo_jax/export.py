@@ -6,9 +6,8 @@ Writes the trained policy as a Hugging Face folder, or its adapters alone as a P
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser
+from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,11 +26,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
     parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
     return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _export(read_options(make_parser(), words)), arguments)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -55,6 +49,8 @@ def _export(options: argparse.Namespace) -> None:
     if options.push_to_hub:
         print(f"pushed to {push_folder(options.out, options.push_to_hub, private=options.private)}")
 
+
+main = command(make_parser, _export)
 
 if __name__ == "__main__":
     exit_process(main())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, exit_process, extras_named, read_options, run_cli, run_parser
+from grpo_jax.errors import UserError, command, exit_process, extras_named, run_parser
 
 if TYPE_CHECKING:
     from grpo_jax.config.run import Config
@@ -119,11 +119,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _predict(read_options(make_parser(), words)), arguments)
-
-
 def _predict(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
@@ -144,6 +139,8 @@ def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
         raise UserError(f"--{option}: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
+
+main = command(make_parser, _predict)
 
 if __name__ == "__main__":
     exit_process(main())

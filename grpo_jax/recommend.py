@@ -10,26 +10,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpo_jax.errors import (
-    UserError,
-    complain,
-    exit_process,
-    extras_named,
-    one_line,
-    read_options,
-    run_cli,
-    run_parser,
-    short_name,
-)
+from grpo_jax.errors import UserError, command, complain, exit_process, extras_named, one_line, run_parser, short_name
 from grpo_jax.predict import make_rewriter, read_lines
-
-if TYPE_CHECKING:
-    from grpo_jax.config.run import Config
-    from grpo_jax.models.policy import Policy
 
 SEPARATOR = "|"
 
@@ -48,18 +33,12 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
     Raises:
         UserError: There is no such run or checkpoint, or its task recommends nothing.
     """
-    config, policy = _restored(run_dir, checkpoint)
-    writer = functools.partial(make_rewriter, config, policy)
-    return config.task.recommender(config, policy, writer)
-
-
-def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
     from grpo_jax.runs.policy import restore_policy, run_config
 
     if not hasattr(run_config(run_dir).task, "recommender"):
-        raise UserError(f"{short_name(str(run_dir))}: its task recommends nothing")
+        raise UserError(f"{short_name(run_dir)}: its task recommends nothing")
     config, policy, _ = restore_policy(run_dir, checkpoint)
-    return config, policy
+    return config.task.recommender(config, policy, functools.partial(make_rewriter, config, policy))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,68 +53,33 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _recommend(read_options(make_parser(), words)), arguments)
-
-
 def _recommend(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
     enable_compile_cache()
     if options.k < 1:
         raise UserError(f"--k: expected a number >= 1, got {options.k}")
-    lines = None if options.file is None else read_lines(options.file)
+    lines = [(0, options.history)] if options.file is None else read_lines(options.file)
     exclude = [] if options.exclude is None else [line.strip() for _, line in read_lines(options.exclude, "exclude")]
-    recommender = load_recommender(options.run, options.checkpoint)
-    ask = functools.partial(ask_for, functools.partial(recommender, exclude=exclude), options.k)
-    if lines is not None:
-        return _answer_lines(lines, str(options.file), ask)
-    items, record = ask(titles_of(options.history))
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False))
-        return
-    _print(items)
-    if "note" in record:
-        complain(f"warning: {record['note']}")
-
-
-def ask_for(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[Any], dict[str, object]]:
-    """Return the items for a history, and all of the answer as JSON has it."""
-    notes: list[str] = []
-    items = recommender(titles, k, note=notes.append)
-    record: dict[str, object] = {"history": titles, "items": [item._asdict() for item in items]}
-    if notes:
-        record["note"] = "; ".join(notes)
-    return items, record
-
-
-def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None:
-    """Print the answer to each line, or why there is none; a UserError if no line could be answered."""
-    errors = []
+    recommend = functools.partial(load_recommender(options.run, options.checkpoint), exclude=exclude)
     for number, line in lines:
-        titles = titles_of(line)
+        titles, notes = [title.strip() for title in line.split(SEPARATOR) if title.strip()], []
         try:
-            _, record = ask(titles)
+            items = recommend(titles, options.k, note=notes.append)
         except UserError as error:
-            errors.append(f"{path}:{number}: {error}")
-            record = {"history": titles, "items": [], "error": errors[-1]}
-        print(json.dumps(record, ensure_ascii=False))
-    if errors and len(errors) == len(lines):
-        raise UserError(f"none of {len(lines)} lines could be answered: {errors[0]}")
-    if errors:
-        complain(f"warning: {len(errors)} of {len(lines)} lines could not be answered: {one_line(errors[0], 300)}")
+            raise UserError(f"{options.file}:{number}: {error}" if number else str(error)) from error
+        note = "; ".join(notes)
+        if options.json or options.file is not None:
+            answer = {"history": titles, "items": [item._asdict() for item in items]}
+            print(json.dumps(answer | ({"note": note} if note else {}), ensure_ascii=False))
+            continue
+        for place, item in enumerate(items, 1):
+            print(f"{place:>3}  {item.score:8.3f}  {one_line(item.title or f'({item.item}, no title)', 90)}")
+        if note:
+            complain(f"note: {note}")
 
 
-def titles_of(line: str) -> list[str]:
-    """Return the titles of a history."""
-    return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
-
-
-def _print(items: Sequence[Any]) -> None:
-    for place, item in enumerate(items, 1):
-        print(f"{place:>3}  {item.score:8.3f}  {one_line(item.title or f'({item.item}, no title)', 90)}")
-
+main = command(make_parser, _recommend)
 
 if __name__ == "__main__":
     exit_process(main())

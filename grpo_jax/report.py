@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser, short_name
+from grpo_jax.errors import UserError, command, exit_process, run_parser, short_name
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
@@ -22,11 +21,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument("--out", metavar="FILE", help="Where to (default: RUN/report.html).")
     return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _report(read_options(make_parser(), words)), arguments)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -64,6 +58,8 @@ def _display(run: RunDirectory) -> Display:
         print(f"warning: {run.path.name} is shown without its task's own charts: {error}")
         return Display()
 
+
+main = command(make_parser, _report)
 
 if __name__ == "__main__":
     exit_process(main())

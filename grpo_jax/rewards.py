@@ -8,11 +8,10 @@ the config.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Literal
 
-from grpo_jax.config.files import read_json
 from grpo_jax.errors import short_repr
 
 Unit = Literal["characters", "words", "tokens"]
@@ -68,33 +67,6 @@ def _inside(text: str, tag: str) -> str:
     inner = text.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
     whole = text == f"<{tag}>{inner}</{tag}>" and f"<{tag}>" not in inner and f"</{tag}>" not in inner
     return inner.strip() if whole else ""
-
-
-def target_length(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]] | None = None,
-    *,
-    target: int,
-    tolerance: float | None = None,
-    unit: Unit = "words",
-    **columns: object,
-) -> list[float]:
-    """1 for a completion of one length, less the farther it is from it, 0 from `tolerance` away.
-
-    Args:
-        completion_ids: Tokens of each, for unit "tokens".
-        target: The length.
-        tolerance: How far away there is nothing left; None for `target` itself: 0 for no text, and for twice it.
-        unit: What is counted: "characters", "words" or "tokens".
-
-    Raises:
-        ValueError: A number is not above 0, or `unit` is none of these.
-    """
-    reach = target if tolerance is None else tolerance
-    if target < 1 or reach <= 0:
-        raise ValueError(f"target and tolerance must be above 0, got {target} and {reach}")
-    return [max(0.0, 1 - abs(size - target) / reach) for size in _lengths(completions, completion_ids, unit)]
 
 
 def length_penalty(
@@ -233,58 +205,3 @@ def _boxed(text: str) -> str | None:
         elif opened and (start := opened.pop()) is not None:
             inside = text[start : brace.start()]
     return inside
-
-
-_TYPES = {
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
-
-
-def json_object(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    required: Sequence[str] | Mapping[str, str] = (),
-    **columns: object,
-) -> list[float]:
-    """1 where a completion is one JSON object with the keys that it must have, else 0.
-
-    It may stand between ```json and ```. This is no JSON Schema: what lies inside of a value is not looked at.
-
-    Args:
-        required: Keys, or {key: the type of its value}: "string", "number", "integer", "boolean", "array", "object"
-            or "null", as JSON Schema calls them. Others may stand beside them.
-
-    Raises:
-        ValueError: It is a text, or there is no such type.
-    """
-    if isinstance(required, str):
-        raise ValueError(f"required: expected a list of keys, got {short_repr(required)}")
-    kinds = dict(required) if isinstance(required, Mapping) else dict.fromkeys(required, "")
-    unknown = [kind for kind in kinds.values() if kind not in ("", *_TYPES)]
-    if unknown:
-        raise ValueError(f"required: no type {short_repr(unknown[0], 20)} ({', '.join(_TYPES)})")
-
-    def fits(text: str) -> bool:
-        fenced = _FENCE.fullmatch(text.strip())
-        try:
-            value = read_json(fenced[1] if fenced else text.strip(), whole=None)
-        except ValueError:
-            return False
-        return isinstance(value, dict) and all(key in value and _is(value[key], kind) for key, kind in kinds.items())
-
-    return [float(fits(text)) for text in completions]
-
-
-def _is(value: object, kind: str) -> bool:
-    if not kind:
-        return True
-    truth = isinstance(value, bool)  # which Python counts among the integers
-    return isinstance(value, _TYPES[kind]) and truth == (kind == "boolean")

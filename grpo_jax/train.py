@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.fields import to_dict
 from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 
@@ -99,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request, rest = take_request(words)
         config = parse(rest, "plan" if request is not None else "resume" if "--resume" in rest else "train")
         if request is not None:
-            from grpo_jax.planning.command import show_plan
+            from grpo_jax.planning.memory import show_plan
 
             return show_plan(config, request)
         if config.run_dir is None:
-            name = to_dict(config)["task"]["kind"].rpartition(":")[2]
+            name = config.model_dump()["task"]["kind"].rpartition(":")[2]
             config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         _run(config)
         return 0

@@ -2,7 +2,7 @@
 
 Qwen2-VL-7B's decoder with random bfloat16 weights and LoRA samples four prompts of 256 tokens one by one, the
 miniature's Stable Diffusion 3 draws a picture for each completion on the same card (where `diffusers` is installed; its
-memory is torch's and not counted), and the policy learns from their brightness. The prediction is `policy_memory`'s,
+memory is torch's and not counted), and the policy learns from their brightness. The prediction is `plan_policy`'s,
 what --plan prints for the policy, without its allowance for a context, which JAX's allocator does not see either.
 """
 
@@ -23,8 +23,10 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.policy import Policy, keeps_layers_apart, lora_config, weight_dtype
-from grpo_jax.planning.memory import policy_memory, read_shape
+from grpo_jax.models.hf.peft import lora_config
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import keeps_layers_apart, weight_dtype
+from grpo_jax.planning.memory import plan_policy, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch
@@ -161,7 +163,7 @@ def iterate(tiny: bool) -> Figures:
 def beside_the_plan(tiny: bool) -> Figures:
     """What the plan says the policy needs, and how far that is from what was taken at most."""
     measured = iterate(tiny)["peak_bytes"]
-    memory, _ = policy_memory(*shipped(tiny))
+    memory, _ = plan_policy(*shipped(tiny))
     parts = {
         "predicted_held_gib": timing.gib(memory.held),
         "predicted_sampling_gib": timing.gib(memory.held + memory.sampling),

@@ -17,7 +17,8 @@ import numpy as np
 import timing
 from outcome import Figures, Measurements, compared
 
-from grpo_jax.models.attention import Context, LayerInput, Tokens, attend_streams, causal_rows
+from grpo_jax.models.attention import Context, LayerInput, Tokens, attend_streams
+from grpo_jax.models.kernels import causal_rows
 
 ROUNDED = 0.02  # bfloat16's products land between 1e-3 and 1e-2
 DECODE = {  # prompts, group, key heads, queries of each, size of a head, prompt, room in the cache, tokens in it

@@ -17,8 +17,8 @@ import timing
 from outcome import Figures, Measurements, Skip
 
 from grpo_jax.config.run import Config, make_config
-from grpo_jax.planning.programs import report, run_programs
-from grpo_jax.planning.targets import KINDS, Target
+from grpo_jax.planning.programs import report_program, run_programs
+from grpo_jax.planning.targets import TARGETS, Target
 from grpo_jax.training.memory import Program
 
 ALLOWED = 0.1
@@ -36,7 +36,7 @@ def measurements(tiny: bool) -> Measurements:
 def target_here() -> Target | None:
     """The first device as a target; None where it is none, or the CPU."""
     words = jax.devices()[0].device_kind.lower().replace(" ", "")
-    return next((Target(name, 1, 1) for name in sorted(KINDS, key=len, reverse=True) if name in words), None)
+    return next((Target(name) for name in sorted(TARGETS, key=len, reverse=True) if name in words), None)
 
 
 def compare(name: str, case: iteration_work.Case) -> Figures:
@@ -51,7 +51,7 @@ def compare(name: str, case: iteration_work.Case) -> Figures:
         return {"seconds": seconds, "planned": "for GPUs and TPUs alone"}
     if after == before:
         raise Skip("a larger program ran before it in this process, and its peak hides this one's")
-    planned = report(program, target, device)
+    planned = report_program(program, target, device)
     bound = planned.bound_seconds(target)
     difference = abs(after / planned.peak_bytes - 1)
     return {

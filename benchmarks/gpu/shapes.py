@@ -11,8 +11,7 @@ import iteration_work
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.fused_projections import apart_and_joined
+from grpo_jax.models.decoder import apart_and_joined, init_variables
 from grpo_jax.models.lora import LoraConfig, init_adapters
 
 _TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=256)

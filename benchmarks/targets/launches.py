@@ -15,7 +15,7 @@ import jax
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
-from grpo_jax.models.fused_projections import apart_and_joined
+from grpo_jax.models.decoder import apart_and_joined
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 from grpo_jax.training.memory import state_shapes, tree_bytes
 

@@ -21,7 +21,7 @@ from typing import Any
 from launches import program_sizes, read_program
 
 from grpo_jax.config.run import Config, make_config
-from grpo_jax.models.architectures import ModelConfig, read_config
+from grpo_jax.models.architectures import ModelConfig, read_model_config
 from grpo_jax.planning.memory import FREE, RUNTIME, held_memory
 from grpo_jax.planning.programs import compile_program, count_work, read_memory, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
@@ -49,7 +49,7 @@ def model_of(size: str) -> ModelConfig:
     width, inner, layers, heads, kv_heads, vocabulary, tied = SIZES[size]
     fields = {"model_type": "qwen2", "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return read_config(fields | heads_of | {"vocab_size": vocabulary, "tie_word_embeddings": tied})
+    return read_model_config(fields | heads_of | {"vocab_size": vocabulary, "tie_word_embeddings": tied})
 
 
 def configured(method: str, length: int) -> Config:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypeGuard, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_origin
 
+import yaml
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.fields import FieldInfo
@@ -47,8 +48,6 @@ class Argument(str):
 
 
 def _yaml_value(value: Any) -> Any:
-    import yaml
-
     return yaml.safe_load(value) if isinstance(value, Argument) else value
 
 
@@ -88,12 +87,13 @@ class Section(BaseModel):
     def __post_init__(self) -> None:
         pass
 
+    def require(self, condition: object, name: str, expected: str) -> None:
+        """Raise UserError naming a field, dotted if it is in a section inside, unless `condition` holds."""
+        require(condition, name, expected, functools.reduce(getattr, name.split("."), self))
+
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values, checked as at first."""
         return type(self)(**{**dict(self), **changes})
-
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 def resume_mutable(default: Any = PydanticUndefined, **more: Any) -> Any:
@@ -146,18 +146,12 @@ class OneOf:
         fields = value if isinstance(value, Mapping) else {}
         return self.class_of(value).model_validate({name: entry for name, entry in fields.items() if name != KEY})
 
-    def kind_of(self, value: Section) -> str:
-        """Return the kind of an object, which names its class from any working directory."""
-        module = sys.modules[type(value).__module__]
-        for kind, name in self.kinds.items():
-            if name == module.__name__:
-                return kind
-        place = str(Path(module.__file__ or "").resolve()) if module.__name__.startswith(FILE) else module.__name__
-        return f"{place}:{type(value).__qualname__}"
-
     def plain(self, value: Section) -> dict[str, Any]:
-        """Return the inverse of `make`."""
-        return {KEY: self.kind_of(value), **value.model_dump()}
+        """Return the inverse of `make`, with a kind that names the class from any working directory."""
+        module = sys.modules[type(value).__module__]
+        place = str(Path(module.__file__ or "").resolve()) if module.__name__.startswith(FILE) else module.__name__
+        kinds = [kind for kind, name in self.kinds.items() if name == place]
+        return {KEY: kinds[0] if kinds else f"{place}:{type(value).__qualname__}", **value.model_dump()}
 
     def class_of(self, value: Any) -> type[Section]:
         """Return the class that a value names; ValueError if there is none."""
@@ -307,15 +301,6 @@ def hint(path: str, names: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"there are: {listed(siblings or names)}"
 
 
-def require_known(name: str, known: Iterable[str], where: str) -> None:
-    """Raise FieldError for a name that does not exist, with the nearest one that does."""
-    known = list(known)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-        meant = f"did you mean {where}.{near[0]}?" if near else f"there are: {listed(known)}"
-        raise FieldError(f"{where}.{name}: no such field; {meant}")
-
-
 def listed(names: Iterable[str]) -> str:
     """Return names with commas, as many as a line has room for."""
     names = list(names)
@@ -336,7 +321,7 @@ def merged(below: Any, above: Any) -> Any:
     return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
 
 
-def build(kind: type[AnySection], values: Values) -> AnySection:
+def build(kind: type[Section], values: Values) -> Any:
     """Return the section of nested values; UserError with a line for each mistake."""
     try:
         return kind.model_validate(values)
@@ -344,16 +329,9 @@ def build(kind: type[AnySection], values: Values) -> AnySection:
         raise UserError(*mistakes(kind, values, error)) from None
 
 
-def to_dict(config: Section) -> Fields:
-    """Return a config as nested plain values, which `build` takes."""
-    return config.model_dump()
-
-
 def to_yaml(config: Section) -> str:
     """Return a config as YAML that `--config` reads back."""
-    import yaml
-
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
 
 
 def flat(values: Values, prefix: str = "") -> Fields:
@@ -368,7 +346,7 @@ def flat(values: Values, prefix: str = "") -> Fields:
 def identity(config: Section) -> Fields:
     """Return the fields that change what is learned, {"section.field": plain value}: those not `resume_mutable`."""
     mutable = tuple(f"{field.path}." for field in walk(type(config), config) if field.mutable)
-    return {name: value for name, value in flat(to_dict(config)).items() if not f"{name}.".startswith(mutable)}
+    return {name: value for name, value in flat(config.model_dump()).items() if not f"{name}.".startswith(mutable)}
 
 
 def differences(saved: Values, config: Section) -> list[str]:

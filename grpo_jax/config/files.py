@@ -7,19 +7,16 @@ stand for a billion entries. Each error is one line.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import yaml
 
 from grpo_jax.errors import UserError, short_name, short_repr
-
-if TYPE_CHECKING:
-    import yaml
 
 Value = TypeVar("Value")
 Values = Mapping[str, Any]
@@ -33,7 +30,6 @@ DEEPEST = 32
 LONGEST = 2**20
 """Characters of a YAML text: a config, not data."""
 _MOST_ENTRIES = 100_000  # that a YAML text stands for
-_PART = 2**20  # bytes read at once
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _JSON_TYPES = {dict: "object", list: "list"}
 
@@ -46,8 +42,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
         ValueError: It is longer, or no path at all.
     """
     with open(path, "rb") as file:
-        parts = iter(functools.partial(file.read, _PART), b"")
-        content = b"".join(itertools.islice(parts, most // _PART + 1))
+        content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it holds more than {most:,} bytes")
     return content
@@ -65,17 +60,20 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
     """Return the value in a JSON file that a program wrote; UserError if it is damaged or of another kind."""
-    text = read_text(path)
     try:
-        return parse_json(text, kind)
+        return parse_json(read_text(path), kind)
     except ValueError as error:
-        again = "copy it again from where it came, or make it anew"
-        raise UserError(f"{short_name(path, 200)}: cannot be read ({error}); {again}") from error
+        raise UserError(f"{short_name(path, 200)}: cannot be read ({error}); copy or make it again") from error
 
 
-def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
+def parse_json(text: str | bytes, kind: type[Value] = dict, **hooks: Any) -> Value:  # type: ignore[assignment]
     """Return the value of a JSON text that a program wrote, like `json.loads`; errors are one-line ValueErrors."""
-    value = _parsed(text)
+    try:
+        value = json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from error
     if not isinstance(value, kind):
         raise ValueError(f"expected a JSON {_JSON_TYPES.get(kind, kind.__name__)}, got {short_repr(value)}")
     return value
@@ -83,16 +81,8 @@ def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: i
 
 def read_json(text: str, *, whole: int | None = 2**63) -> Any:
     """Return the value of a JSON text that a user wrote: `checked` data; else a ValueError of one line."""
-    return checked(_parsed(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite), whole=whole)
-
-
-def _parsed(text: str | bytes, **how: Any) -> Any:
-    try:
-        return json.loads(text, **how)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from error
+    hooks = {"object_pairs_hook": _object, "parse_float": _finite, "parse_constant": _finite}
+    return checked(parse_json(text, object, **hooks), whole=whole)
 
 
 def _object(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -111,12 +101,23 @@ def _finite(digits: str) -> float:
     return value
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Fields:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: {short_repr(key.value)} stands twice in one section")
+            seen.add((key.tag, str(key.value)))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(text: str) -> Any:
     """Return the value of a YAML text: plain data that can be written again; else a ValueError of one line."""
-    import yaml
-
     try:
-        value = _yaml_loader()(text).get_single_data()
+        value = _UniqueKeyLoader(text).get_single_data()
     except RecursionError:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from None
     except Exception as error:  # YAML's own constructors fail in many ways at numbers and dates that are none
@@ -125,51 +126,32 @@ def read_yaml(text: str) -> Any:
     return checked(value, most=_MOST_ENTRIES)
 
 
-@functools.cache
-def _yaml_loader() -> type[yaml.SafeLoader]:
-    """Return a safe loader that refuses a key twice in one mapping."""
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                    line = key.start_mark.line + 1
-                    raise yaml.YAMLError(f"line {line}: {short_repr(key.value)} stands twice in one section")
-                seen.add((key.tag, str(key.value)))
-            return super().construct_mapping(node, deep)
-
-    return UniqueKeyLoader
-
-
 def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) -> Any:
     """Return plain data if all in it can be written again.
 
     Raises:
-        ValueError: A text is not Unicode or holds NUL, a number is too large (`whole` bounds the size of integers,
-            None does not), it is nested too deeply, or it stands for more than `most` entries.
+        ValueError: A text is not Unicode or holds NUL, a whole number is too large (beyond `whole`, if that is given),
+            it is nested too deeply, or it stands for more than `most` entries.
     """
-    pending: list[tuple[Any, int]] = [(value, 0)]
-    for count in itertools.count(1):
-        if not pending:
-            return value
-        entry, depth = pending.pop()
+    pending, count = [(value, 0)], 0
+    while pending:
+        (entry, depth), count = pending.pop(), count + 1
         wrong = f"nested deeper than {DEEPEST} levels" if depth > DEEPEST else ""
         if count > most:
             wrong = wrong or f"it stands for more than {most:,} entries"
         elif isinstance(entry, str):
             require_text(entry)
-        elif isinstance(entry, int) and whole is not None and not -whole <= entry < whole:
-            wrong = f"{short_repr(entry)} is a whole number beyond 64 bits"
         elif isinstance(entry, Mapping):
             pending += [(one, depth + 1) for pair in entry.items() for one in pair]
         elif isinstance(entry, list | tuple):
             pending += [(one, depth + 1) for one in entry]
         elif not isinstance(entry, int | float | None):
             wrong = f"{short_repr(entry)} is read as a {type(entry).__name__}: put it in quotes for text"
+        elif isinstance(entry, int) and whole is not None and not -whole <= entry < whole:
+            wrong = f"{short_repr(entry)} is a whole number beyond 64 bits"
         if wrong:
             raise ValueError(wrong)
+    return value
 
 
 def require_text(text: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_jax.config.fields import NonNegative, Options, PositiveCount, Section, require, resume_mutable
 
@@ -33,22 +32,12 @@ class PoolSection(Section):
         return self.resources.get("num_gpus", 0.0)
 
 
-class Reward(Protocol):
-    """A judge that can be called is a reward under its own name; any other is asked by rewards that name it."""
-
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Sequence[float | None]:
-        """Return a score for each of B completions; None if it does not apply.
-
-        Args:
-            prompts: B prompts.
-            completions: B completions.
-            **columns: `images`, the data's columns and other judges, those that the signature names.
-        """
-        ...
-
-
 class Judge(Section):
-    """Base class of a judge: a pydantic model, whose fields are `judges.NAME.FIELD`."""
+    """Base class of a judge: a pydantic model, whose fields are `judges.NAME.FIELD`.
+
+    A loaded judge that can be called is a reward under its own name, judge(prompts, completions, **columns) → a score
+    of each completion, None if it does not apply; rewards name any other as an argument.
+    """
 
     pool: PoolSection | None = resume_mutable(None)
     """The pool of Ray actors that it runs in; null for the run's own process."""

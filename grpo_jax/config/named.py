@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_jax.config.files import Values
 from grpo_jax.errors import Stopped, UserError, extras_named, one_line
 
 FILE = "grpo_jax_file_"
@@ -104,16 +103,10 @@ def import_path(function: Callable[..., Any], label: str) -> str:
     return f"{module}:{name}" if "." in module or installed else f"{file.resolve()}:{name}"
 
 
-def with_named_tools(values: Values) -> Values:
-    """Return the values of a config with names in place of the functions and classes in data.tools."""
-    data = values.get("data")
-    if not isinstance(data, dict):
-        return values
-    tools = data.get("tools")
+def name_tools(tools: Any) -> Any:
+    """Return a list of tools with names in place of functions and classes, of which one may stand alone."""
     tools = [tools] if callable(tools) else tools
-    if not isinstance(tools, list | tuple):
-        return values
-    return {**values, "data": {**data, "tools": [_named(tool) if callable(tool) else tool for tool in tools]}}
+    return [_named(tool) if callable(tool) else tool for tool in tools] if isinstance(tools, list | tuple) else tools
 
 
 def _named(tool: Callable[..., Any]) -> str:

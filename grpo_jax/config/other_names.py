@@ -10,6 +10,8 @@ NOT_HERE = "not here: "
 _COMPILED = f"{NOT_HERE}the sampler is compiled with the policy and uses its weights where they lie"
 _TORCH = f"{NOT_HERE}JAX spreads weights, batch and sampler over policy.mesh (docs/scaling.md)"
 _ENTROPY = f"{NOT_HERE}algorithm.entropy_coef stays as it is given"
+_ALWAYS = f"{NOT_HERE}it is always so"
+_NEVER = f"{NOT_HERE}nothing of that kind is needed or done"
 
 TRAINER = {
     "model": "policy.path; a folder or a name on the hub, not a model object",
@@ -34,16 +36,15 @@ GRPO_CONFIG = {
     "learning_rate": "optimizer.learning_rate; 1e-6 too, or 1e-4 with LoRA, unless said otherwise",
     "model_init_kwargs": "policy.compute_dtype, policy.frozen_dtype, policy.quantised; the rest has no place",
     "trust_remote_code": f"{NOT_HERE}no code of a folder is run",
-    "router_aux_loss_coef": f"{NOT_HERE}the experts' router learns from the rewards alone",
-    "disable_dropout": f"{NOT_HERE}there is no dropout",
-    "cast_lm_head_to_fp32": f"{NOT_HERE}log-probabilities are always computed in float32",
-    "remove_unused_columns": f"{NOT_HERE}all columns reach the rewards",
+    "cast_lm_head_to_fp32, shuffle_dataset, pad_to_multiple_of, log_completions, num_completions_to_print, "
+    "log_unique_prompts, log_multimodal": _ALWAYS,
+    "disable_dropout, router_aux_loss_coef, remove_unused_columns, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, "
+    "vespo_lambda_neg, log_completions_hub_repo, ref_model_mixup_alpha, off_policy_mask_threshold, "
+    "vllm_structured_outputs_regex": _NEVER,
     "num_generations": "sampling.group_size",
     "num_generations_eval": "evaluation.samples",
     "max_completion_length": "sampling.max_new_tokens; 128 unless said otherwise",
     "ds3_gather_for_generation": f"{NOT_HERE}no DeepSpeed; policy.mesh spreads weights and sampler alike",
-    "shuffle_dataset": f"{NOT_HERE}the order is always drawn, by the seed",
-    "pad_to_multiple_of": f"{NOT_HERE}shapes are rounded up to few sizes by themselves",
     "generation_batch_size": "training.prompts_per_batch; in prompts, which are sampled together",
     "steps_per_generation": "training.minibatches; updates made of one sampled batch",
     "temperature": "sampling.temperature",
@@ -57,7 +58,6 @@ GRPO_CONFIG = {
     "use_vllm, vllm_mode, vllm_model_impl, vllm_enable_sleep_mode, vllm_server_base_url, vllm_server_host, "
     "vllm_server_port, vllm_server_timeout, vllm_group_port, vllm_gpu_memory_utilization, vllm_max_model_length, "
     "vllm_tensor_parallel_size": _COMPILED,
-    "vllm_structured_outputs_regex": f"{NOT_HERE}a task may list what can be written; expressions have no place",
     "use_transformers_continuous_batching, transformers_continuous_batching_config, use_transformers_paged": _COMPILED,
     "beta": "algorithm.kl_coef; 0 too unless said otherwise",
     "use_bias_correction_kl": "algorithm.kl_corrected",
@@ -66,7 +66,6 @@ GRPO_CONFIG = {
     "epsilon_high": "algorithm.clip_high",
     "delta": f"{NOT_HERE}the core's grpo_loss takes it, as Clip(dual=…)",
     "sapo_temperature_neg, sapo_temperature_pos": "algorithm.preset: sapo; with the paper's (the core: SoftGate)",
-    "vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg": f"{NOT_HERE}there is no VESPO",
     "importance_sampling_level": "algorithm.preset; gspo for sequences, the others for tokens",
     "reward_weights": "rewards; each has a weight",
     "multi_objective_aggregation": "algorithm.advantage; grpo sums first, gdpo normalises first",
@@ -75,7 +74,6 @@ GRPO_CONFIG = {
     "mask_truncated_completions": "algorithm.mask_truncated",
     "sync_ref_model": "algorithm.update_ref_every; 0 for never",
     "ref_model_sync_steps": "algorithm.update_ref_every",
-    "ref_model_mixup_alpha": f"{NOT_HERE}a refreshed reference is the policy as it is",
     "top_entropy_quantile": "algorithm.entropy_share",
     "entropy_coef": "algorithm.entropy_coef",
     "use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, entropy_target": _ENTROPY,
@@ -83,10 +81,6 @@ GRPO_CONFIG = {
     "vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max, "
     "vllm_importance_sampling_cap": "algorithm.importance_cap; of a token's weight between sampler and update",
     "vllm_importance_sampling_clip_min": f"{NOT_HERE}weights have an upper bound alone, algorithm.importance_cap",
-    "off_policy_mask_threshold": f"{NOT_HERE}no completion is left out for its age (training.async_level is 1 at most)",
-    "log_completions, num_completions_to_print, log_unique_prompts": f"{NOT_HERE}all of them are in completions/",
-    "log_multimodal": f"{NOT_HERE}pictures of the first prompts are always in images/ and the report",
-    "log_completions_hub_repo": f"{NOT_HERE}completions are never uploaded to the hub",
 }
 """Fields that TRL 1.16 declares in `GRPOConfig` itself."""
 
@@ -94,59 +88,45 @@ TRAINING_ARGUMENTS = {
     "output_dir": "run_dir",
     "run_name, logging_dir": "run_dir; the folder's name is the run's",
     "per_device_train_batch_size": "training.prompts_per_batch; in prompts, over all devices",
-    "per_device_eval_batch_size": f"{NOT_HERE}how many held-out prompts are drawn at once is no setting",
     "gradient_accumulation_steps": "training.grad_accumulation_steps; the gradient is the whole batch's",
     "auto_find_batch_size": "training.grad_accumulation_steps; --plan says what fits",
+    "logging_steps, logging_strategy, logging_first_step, eval_on_start, dataloader_drop_last, torch_compile, "
+    "torch_compile_backend, torch_compile_mode, use_liger_kernel, liger_kernel_config": _ALWAYS,
+    "torch_empty_cache_steps, neftune_noise_alpha, label_smoothing_factor, ignore_data_skip, train_sampling_strategy, "
+    "length_column_name, dataloader_num_workers, dataloader_pin_memory, dataloader_persistent_workers, "
+    "dataloader_prefetch_factor, disable_tqdm, per_device_eval_batch_size, greater_is_better": _NEVER,
+    "optim, optim_args, optim_target_modules, adam_epsilon, lr_scheduler_kwargs": f"{NOT_HERE}AdamW, set by optimizer",
     "num_train_epochs": "training.num_epochs",
     "max_steps": "training.max_steps; in batches sampled, 100 unless said otherwise, 0 for num_epochs",
     "lr_scheduler_type": "optimizer.schedule; constant unless said otherwise",
-    "lr_scheduler_kwargs": f"{NOT_HERE}schedules have no settings beside optimizer.warmup_steps",
     "warmup_steps": "optimizer.warmup_steps",
     "warmup_ratio": "optimizer.warmup_steps; in updates",
     "weight_decay": "optimizer.weight_decay",
     "max_grad_norm": "optimizer.max_grad_norm",
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2; .99 unless said otherwise",
-    "adam_epsilon": f"{NOT_HERE}AdamW's is 1e-8",
-    "optim, optim_args, optim_target_modules": f"{NOT_HERE}the optimizer is AdamW",
     "bf16": "policy.compute_dtype: bfloat16",
     "fp16": "policy.compute_dtype: float16",
     "tf32": "policy.matmul_precision: high",
     "bf16_full_eval, fp16_full_eval": f"{NOT_HERE}policy.compute_dtype is that of evaluation too",
     "gradient_checkpointing, gradient_checkpointing_kwargs, activation_checkpointing, "
     "activation_checkpointing_kwargs": "policy.remat: layer",
-    "torch_compile, torch_compile_backend, torch_compile_mode": f"{NOT_HERE}everything is compiled, by XLA",
-    "use_liger_kernel, liger_kernel_config": f"{NOT_HERE}log-probabilities are computed in chunks of tokens",
-    "torch_empty_cache_steps": f"{NOT_HERE}the policy is not PyTorch's",
-    "neftune_noise_alpha, label_smoothing_factor": f"{NOT_HERE}they belong to supervised training",
-    "logging_steps, logging_strategy, logging_first_step": f"{NOT_HERE}every iteration is logged",
     "report_to": "report_to; tensorboard, wandb; others by a callback (docs/runs.md)",
     "project": f"{NOT_HERE}Weights & Biases reads WANDB_PROJECT (grpo_jax without it)",
-    "disable_tqdm": f"{NOT_HERE}the live line shows where there is a terminal",
     "eval_strategy": "evaluation.every; 0 for never",
     "eval_steps": "evaluation.every",
-    "eval_on_start": f"{NOT_HERE}held-out prompts are always measured before training",
     "save_strategy": "training.save_every; 0 for the end only",
     "save_steps": "training.save_every",
     "save_total_limit": "training.keep_checkpoints; 2 beside best and final unless said otherwise",
     "save_only_model": f"{NOT_HERE}a checkpoint holds all that resuming needs; policy/ is the model alone",
-    "load_best_model_at_end": (
-        f"{NOT_HERE}checkpoints/best is always kept, and --checkpoint best of evaluate and export takes it"
-    ),
+    "load_best_model_at_end": f"{NOT_HERE}--checkpoint best of evaluate and export takes checkpoints/best",
     "metric_for_best_model": "evaluation.best_by; for early stopping too",
-    "greater_is_better": f"{NOT_HERE}of every measure more is better",
     "early_stopping_patience": "training.early_stopping_patience; in validations",
     "resume_from_checkpoint": "resume",
-    "ignore_data_skip": f"{NOT_HERE}a resumed run goes on at its place in the data",
     "seed": "seed",
     "data_seed": "seed; one for everything random",
     "full_determinism": "deterministic",
     "use_cpu": "devices; such as devices.policy: cpu",
-    "train_sampling_strategy, length_column_name": f"{NOT_HERE}the order is drawn by the seed",
-    "dataloader_num_workers, dataloader_pin_memory, dataloader_persistent_workers, dataloader_prefetch_factor": (
-        f"{NOT_HERE}rows are read where they lie (docs/data.md)"
-    ),
-    "dataloader_drop_last": f"{NOT_HERE}every batch is whole, what is left of an epoch is left out",
     "fsdp, fsdp_config": "policy.mesh.fsdp; the number of parts (docs/scaling.md)",
     "deepspeed, accelerator_config, parallelism_config, ddp_find_unused_parameters, ddp_bucket_cap_mb, ddp_backend, "
     "ddp_timeout, local_rank": _TORCH,
@@ -172,8 +152,7 @@ COMMAND = {
     "lora_r": "policy.lora.rank",
     "lora_alpha": "policy.lora.alpha",
     "lora_target_modules": "policy.lora.targets",
-    "lora_dropout": f"{NOT_HERE}there is no dropout",
-    "lora_modules_to_save, use_rslora, use_dora": f"{NOT_HERE}adapters are plain LoRA (docs/lora.md)",
+    "lora_dropout, lora_modules_to_save, use_rslora, use_dora": f"{NOT_HERE}adapters are plain LoRA (docs/lora.md)",
     "load_in_8bit": "policy.quantised: int8",
     "load_in_4bit": "policy.quantised: int4",
     "max_prompt_length": "data.max_prompt_tokens; a longer prompt is an error",
@@ -231,9 +210,8 @@ def fields_of(entry: str) -> list[str]:
 
 def metric_hint(name: str) -> str:
     """Return where an older script's metric is here, in brackets; "" for any other name."""
-    return next(
-        (f" ({name} is {entry} of metrics.jsonl)" for names, entry in METRICS.items() if name in names.split(", ")), ""
-    )
+    entries = [entry for names, entry in METRICS.items() if name in names.split(", ")]
+    return f" ({name} is {entries[0]} of metrics.jsonl)" if entries else ""
 
 
 def hint_for(name: str, names: Sequence[str] | None = None, same: Sequence[str] = ()) -> str:

@@ -7,34 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_jax.config.fields import (
-    KEY,
-    Each,
-    OneOf,
-    Section,
-    Words,
-    build,
-    merged,
-    require,
-    require_known,
-    resume_mutable,
-)
+from grpo_jax.config import sections
+from grpo_jax.config.fields import KEY, Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.judge import Judge, default_device
-from grpo_jax.config.named import with_named_tools
-from grpo_jax.config.sections import (
-    AlgorithmSection,
-    DataSection,
-    EvaluationSection,
-    OptimizerSection,
-    PolicySection,
-    PPOSection,
-    RewardSection,
-    SamplingSection,
-    SFTSection,
-    TrainingSection,
-    reward_entries,
-)
 from grpo_jax.errors import UserError
 
 TASKS = OneOf("task", "grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
@@ -69,33 +45,33 @@ class Config(Section):
     (docs/publishing.md)."""
     on_judge_error: Literal["stop", "missing"] = resume_mutable("stop")
     """"stop" saves and ends the run; "missing" gives that completion no reward."""
-    judge_timeout: float = resume_mutable(1800.0)
+    judge_timeout: NonNegative = resume_mutable(1800.0)
     """Seconds one chunk may spend in a judge; 0 for no limit."""
     judges: dict[str, Annotated[Judge, JUDGES]] = {}
     """What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge of the
     package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of Ray actors
     that it is to run in (docs/judges.md)."""
-    policy: PolicySection = Field(default_factory=PolicySection)
+    policy: sections.PolicySection = Field(default_factory=sections.PolicySection)
     """The policy that is trained."""
-    data: DataSection = Field(default_factory=DataSection)
+    data: sections.DataSection = Field(default_factory=sections.DataSection)
     """Prompts."""
-    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    sampling: sections.SamplingSection = Field(default_factory=sections.SamplingSection)
     """How completions are drawn."""
-    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    algorithm: sections.AlgorithmSection = Field(default_factory=sections.AlgorithmSection)
     """Advantages and loss."""
-    ppo: PPOSection = Field(default_factory=PPOSection)
+    ppo: sections.PPOSection = Field(default_factory=sections.PPOSection)
     """The value head and what belongs to it (algorithm.advantage "gae")."""
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    optimizer: sections.OptimizerSection = Field(default_factory=sections.OptimizerSection)
     """AdamW and its schedule."""
-    training: TrainingSection = Field(default_factory=TrainingSection)
+    training: sections.TrainingSection = Field(default_factory=sections.TrainingSection)
     """The loop."""
-    sft: SFTSection = Field(default_factory=SFTSection)
+    sft: sections.SFTSection = Field(default_factory=sections.SFTSection)
     """Supervised steps before the first iteration, where the task has supervised pairs."""
-    rewards: Annotated[list[RewardSection], BeforeValidator(reward_entries)] = []
+    rewards: Annotated[list[sections.RewardSection], BeforeValidator(sections.reward_entries)] = []
     """The objectives; empty takes the task's default."""
     eval_rewards: Words = []
     """Rewards and measures of the task that are logged and never trained on."""
-    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    evaluation: sections.EvaluationSection = Field(default_factory=sections.EvaluationSection)
     """Held-out measurement."""
     devices: dict[str, str] = resume_mutable({})
     """Where each part runs, by its name: "auto", "cpu" or "gpu:N"; for "policy" also the cards of a mesh as
@@ -103,10 +79,9 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         """Check the fields that no section can check alone."""
-        require(0 <= self.seed < 2**63, "seed", "a number in [0, 2^63)", self.seed)
-        require(self.judge_timeout >= 0, "judge_timeout", "a number >= 0", self.judge_timeout)
-        for name in self.devices:
-            require_known(name, (POLICY, *self.judges), "devices")
+        self.require(0 <= self.seed < 2**63, "seed", "a number in [0, 2^63)")
+        unknown = [name for name in self.devices if name not in (POLICY, *self.judges)]
+        require(not unknown, "devices", f"names of {', '.join((POLICY, *self.judges))}", unknown)
         require(POLICY not in self.judges, "judges", "another name: policy is the policy's", sorted(self.judges))
         self._check_rewards()
         self._check_sampling()
@@ -135,45 +110,43 @@ class Config(Section):
         labels = [reward.called for reward in self.rewards]
         expected = "each reward under another name (two of one function: give one a label beside its name)"
         require(len(set(labels)) == len(labels), "rewards", expected, labels)
-        hard = {reward.called: reward.condition_on for reward in self.rewards}
-        for label, target in hard.items():
+        targets = {reward.called: reward.condition_on for reward in self.rewards}
+        for label, target in targets.items():
+            where, chain = f"rewards.{label}.condition_on", [label]
             others = [other for other in labels if other != label]
-            where = f"rewards.{label}.condition_on"
             require(target in (None, "none", *others), where, f"one of {others}", target)
-        for label in labels:
-            chain = [label]
-            while (target := hard[chain[-1]]) is not None and target in hard:
-                chain.append(target)
-                where = f"rewards.{label}.condition_on"
-                require(chain[-1] not in chain[:-1], where, "a chain that ends", " → ".join(chain))
+            while target in targets:
+                require(target not in chain, where, "a chain that ends", " → ".join([*chain, target]))
+                chain, target = [*chain, target], targets[target]
 
     def _check_sampling(self) -> None:
         section, algorithm = self.sampling, self.algorithm
         enough = section.group_size >= 2 or not algorithm.compares_groups
-        require(enough, "sampling.group_size", "at least 2 (a group is compared)", section.group_size)
-        buffer, longest = algorithm.overlong_buffer, section.max_new_tokens
-        require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
+        self.require(enough, "sampling.group_size", "at least 2 (a group is compared)")
+        fits = algorithm.overlong_buffer <= section.max_new_tokens
+        longest = f"at most sampling.max_new_tokens = {section.max_new_tokens}"
+        self.require(fits, "algorithm.overlong_buffer", longest)
         tools = type(self.task).calls_tools or not self.data.tool_names
-        require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
+        self.require(tools, "data.tools", "JSON schemas with this task, which calls no functions")
         chat = section.turns == 1 or self.data.form != "append"
-        require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
+        self.require(chat, "sampling.turns", "1 with data.form append, which continues the prompt")
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training
         quantisable = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
-        require(quantisable, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
+        self.require(quantisable, "policy.quantised", "none without policy.lora, or over a mesh")
         prompts = training.prompts_per_batch // (training.minibatches * training.grad_accumulation_steps)
         divisor = (
             f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "
             "grad_accumulation_steps)"
         )
-        require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor, policy.mesh.fsdp)
-        patience = training.early_stopping_patience
+        self.require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor)
+        validates = not training.early_stopping_patience or self.evaluation.every > 0
         never = "0 with evaluation.every 0, which never validates"
-        require(not patience or self.evaluation.every > 0, "training.early_stopping_patience", never, patience)
-        chunk, batch = training.chunk_prompts, training.prompts_per_batch
-        divides = chunk == 0 or batch % chunk == 0
-        require(divides, "training.chunk_prompts", f"a divisor of prompts_per_batch = {batch}", chunk)
+        self.require(validates, "training.early_stopping_patience", never)
+        divides = training.prompts_per_batch % (training.chunk_prompts or 1) == 0
+        whole = f"a divisor of prompts_per_batch = {training.prompts_per_batch}"
+        self.require(divides, "training.chunk_prompts", whole)
 
 
 def find_task(value: Any) -> type:
@@ -199,7 +172,7 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
-    laid_over = with_defaults(with_named_tools(merged(values or {}, sections)))
+    laid_over = with_defaults(merged(values or {}, sections))
     return build(find_task(laid_over["task"]).config, laid_over)
 
 

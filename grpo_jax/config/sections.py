@@ -26,14 +26,9 @@ from grpo_jax.config.fields import (
     require,
     resume_mutable,
 )
+from grpo_jax.config.named import name_tools
 
 MOST_TURNS = 64
-_TEMPLATE_ARGUMENTS = (
-    *("tools", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
-    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
-"""Arguments of `apply_chat_template` that are not for the template, and what has a field of its own."""
 TODAY = "today"
 """Of data.chat_template_options: the date that a template writes."""
 
@@ -49,22 +44,18 @@ class LoraSection(Section):
     alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
     targets: Words = []
-    """Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty for all of
-    them."""
+    """Projections that get an adapter, such as q_proj, or c_attn and attn_c_proj of GPT-2; empty for all of them."""
     vision: bool = False
     """Whether all projections of the vision tower's layers get one too."""
     path: str | None = None
-    """Folder of a PEFT adapter to start from; rank, alpha and targets are then its own, and the tower has those that it
-    has."""
+    """Folder of a PEFT adapter to start from; rank, alpha, targets and vision are then its own."""
 
     def __post_init__(self) -> None:
         beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
         alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
-        expected = "no rank, alpha or targets beside it, nor vision: the adapter has its own"
-        require(alone, "path", expected, beside)
+        require(alone, "path", "no rank, alpha or targets beside it, nor vision: the adapter has its own", beside)
         adapted = self.used or not self.vision
-        expected = "false without adapters (policy.lora.rank 0; policy.vision train)"
-        require(adapted, "vision", expected, self.vision)
+        self.require(adapted, "vision", "false without adapters (policy.lora.rank 0; policy.vision train)")
 
     @property
     def used(self) -> bool:
@@ -98,8 +89,8 @@ class NewPolicySection(Section):
     """Longest text in tokens."""
 
     def __post_init__(self) -> None:
-        expected = f"a number that divides width = {self.width} into even parts"
-        require(self.width % (2 * self.heads) == 0, "heads", expected, self.heads)
+        divides = self.width % (2 * self.heads) == 0
+        self.require(divides, "heads", f"a number that divides width = {self.width} into even parts")
 
 
 class MeshSection(Section):
@@ -120,19 +111,16 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str = ""
-    """Hugging Face folder or hub id of a Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, SmolLM3, Phi-3, Gemma 2 or 3, GPT-2
-    or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new"."""
+    """Hugging Face folder or hub id (docs/policies.md: which models), a policy of the package by its name, or "new"."""
     new: NewPolicySection = Field(default_factory=NewPolicySection)
     """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"
     """Type of the activations; float16 comes with a dynamic scale of the loss."""
     matmul_precision: Precision | None = None
-    """Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype float32, whose
-    products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in PyTorch follow it: full
-    float32 with "highest", TF32 otherwise."""
+    """Of matrix products (jax.default_matmul_precision); null is "highest" with compute_dtype float32, where GPUs take
+    TF32 and TPUs bfloat16 otherwise, and else JAX's default. Judges in PyTorch follow it: "highest" is full float32."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/planning.md); "eager" never
-    does."""
+    """"auto" takes Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
     frozen_dtype: Dtype = "float32"
     """Type of weights that are not trained (with LoRA); trained weights are float32."""
     quantised: Literal["none", "int8", "int4"] = "none"
@@ -141,30 +129,28 @@ class PolicySection(Section):
     """What the backward pass computes again to save memory: "none"; "products", attention and all that is elementwise,
     while results of products with weights are kept; "layer", whole layers."""
     vision: Literal["frozen", "train"] = "frozen"
-    """Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on a frozen
-    one are policy.lora.vision."""
+    """"train" trains all weights of the vision tower; adapters on a "frozen" one are policy.lora.vision."""
     lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
     """Low-rank adapters; in Python also a peft.LoraConfig."""
     mesh: MeshSection = resume_mutable(default_factory=MeshSection)
     """Several devices."""
 
     def __post_init__(self) -> None:
-        expected = "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)"
-        require(self.vision == "frozen" or not self.lora.used, "policy.vision", expected, self.vision)
+        frozen = self.vision == "frozen" or not self.lora.used
+        self.require(frozen, "vision", "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)")
 
 
 class DataSection(Section):
     """Prompts."""
 
     prompts: str = ""
-    """A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set; "hub:OWNER/NAME",
-    perhaps with :CONFIG or :CONFIG:SPLIT, for one of the hub; "builtin", "builtin:plain", "builtin:attributes" or
-    "builtin:crowded" for the prompts that ship with the package; or a name that the task knows."""
+    """A .jsonl, .csv, .tsv, .txt or .parquet file, the folder of a saved Hugging Face data set, or one of the hub as
+    hub:OWNER/NAME[:CONFIG[:SPLIT]]; builtin, builtin:plain, builtin:attributes or builtin:crowded, which ship with the
+    package; or a name that the task knows."""
     validation: str = ""
-    """The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of `prompts` is
-    trained on."""
+    """Prompts that choose the best checkpoint, in a file of their own; with it or `test` all of `prompts` train."""
     test: str = ""
-    """The like for what is measured before and after."""
+    """Prompts that are measured before and after, in a file of their own."""
     columns: dict[str, str] = {}
     """Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}."""
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
@@ -173,12 +159,10 @@ class DataSection(Section):
     form: Literal["rewrite", "append"] = "rewrite"
     """"rewrite" asks the policy for a new prompt; "append" lets it continue the user's."""
     instruction: str = ""
-    """User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt. Empty: the prompt
-    alone."""
+    """User message to a chat policy in the rewrite form, {prompt} being the user's prompt. Empty: the prompt alone."""
     system_prompt: str = ""
-    """System message before each prompt; a conversation that begins with one keeps its own. Empty: the chat template's
-    default."""
-    tools: list[dict[str, Any] | str] | str = []
+    """System message of conversations that begin with none; empty for the chat template's default."""
+    tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
     chat_template_options: dict[str, Any] = {}
@@ -197,17 +181,13 @@ class DataSection(Section):
 
     def __post_init__(self) -> None:
         for name in ("system_prompt", "tools", "chat_template_options"):
-            value = getattr(self, name)
-            chat = self.form != "append" or not value
-            require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
+            chat = self.form != "append" or not getattr(self, name)
+            self.require(chat, name, "nothing with form 'append', which has no chat")
         asks = not self.instruction or "{prompt}" in self.instruction
-        require(asks, "instruction", "a text with {prompt}, the place of the user's prompt", self.instruction)
+        self.require(asks, "instruction", "a text with {prompt}, the place of the user's prompt")
         today = self.chat_template_options.get(TODAY, "2000-01-01")
         dated = isinstance(today, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", today)
         require(bool(dated), f"chat_template_options.{TODAY}", '"YYYY-MM-DD"', today)
-        reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
-        expected = "what the template itself knows (data.tools apart)"
-        require(not reserved, "chat_template_options", expected, reserved)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -248,7 +228,7 @@ class SamplingSection(Section):
     longer observation is refused as a failed judge is."""
 
     def __post_init__(self) -> None:
-        require(all(self.stop), "stop", "texts that are not empty", self.stop)
+        self.require(all(self.stop), "stop", "texts that are not empty")
 
     @property
     def written_tokens(self) -> int:
@@ -290,9 +270,8 @@ class AlgorithmSection(Section):
     entropy_share: Annotated[Positive, Le(1)] = 1.0
     """Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all."""
     importance_cap: float | None = None
-    """Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never. For a sampler that
-    older weights (training.async_level), top_k, top_p, min_p or another number type set apart from the trainer. null:
-    2 with training.async_level 1, else 0."""
+    """Weigh each token by the trainer's probability over the sampler's (older weights, top_k, top_p, min_p, another
+    number type), at most this; 0 for never; null: 2 with training.async_level 1, else 0."""
     update_ref_every: Count = 0
     """Refresh the reference every so many iterations; 0 keeps the start."""
     mask_truncated: bool = False
@@ -312,21 +291,17 @@ class AlgorithmSection(Section):
     """Discount of later turns' rewards with turn_advantage "return"."""
 
     def __post_init__(self) -> None:
-        cap = self.importance_cap
-        require(not cap or cap >= 1, "importance_cap", "null, 0 or a number >= 1", cap)
+        chosen = f"advantage {self.advantage!r}"
+        self.require((self.importance_cap or 1) >= 1, "importance_cap", "null, 0 or a number >= 1")
         by_turn = self.turn_advantage == "last" or not self.learns_values
-        require(by_turn, "turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
+        self.require(by_turn, "turn_advantage", "'last' with advantage 'gae'")
         scaled = self.scale is None or self.advantage == "grpo"
-        own_scale = f"null with advantage {self.advantage!r}, which has a scale of its own"
-        require(scaled, "scale", own_scale, self.scale)
+        self.require(scaled, "scale", f"null with {chosen}, which has a scale of its own")
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
-        no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
-        require(grouped, "zero_variance_groups", no_groups, self.zero_variance_groups)
-        if self.preset in ("cispo", "sapo"):
-            for name in ("clip_low", "clip_high"):
-                bound = getattr(self, name)
-                unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
-                require(bound is None, f"{name}", unbounded, bound)
+        self.require(grouped, "zero_variance_groups", f"'keep' with {chosen}, which compares no groups")
+        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo") else ():
+            unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
+            self.require(getattr(self, name) is None, name, unbounded)
 
     @property
     def learns_values(self) -> bool:
@@ -365,8 +340,7 @@ class OptimizerSection(Section):
     warmup_steps: Count = 0
     """Updates of linear warm-up."""
     weight_decay: Coefficient = 0.0
-    """Decoupled weight decay of projections and adapters; norms, biases, embeddings, the unembedding and the value head
-    do not decay."""
+    """Decoupled weight decay of projections and adapters; norms, biases, embeddings and heads do not decay."""
     beta1: Annotated[NonNegative, Lt(1)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[NonNegative, Lt(1)] = 0.99
@@ -407,10 +381,9 @@ class TrainingSection(Section):
     """What is better exceeds the best validation so far by more than this."""
 
     def __post_init__(self) -> None:
-        """Check the ranges and that batches divide."""
         parts = self.minibatches * self.grad_accumulation_steps
         expected = f"a multiple of minibatches x grad_accumulation_steps = {parts}"
-        require(self.prompts_per_batch % parts == 0, "prompts_per_batch", expected, self.prompts_per_batch)
+        self.require(self.prompts_per_batch % parts == 0, "prompts_per_batch", expected)
 
 
 class RewardSection(Section):
@@ -422,18 +395,16 @@ class RewardSection(Section):
     weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
     """Its weight among the objectives."""
     condition_on: str | None = None
-    """Count this reward only where the named one (by its label; of an import path, the function) reaches the threshold.
-    Left out: as the task has it, mostly always. "none": always."""
+    """Count this reward only where the named one, by its label, reaches the threshold. "none": always. Left out: as the
+    task has it, mostly always."""
     threshold: float = 0.0
     """The threshold of a condition_on that names a reward."""
     options: dict[str, Any] = {}
     """Keyword arguments of the reward."""
     messages: bool = False
-    """Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an import path
-    alone."""
+    """Give it prompts and completions as chat messages, as TRL does; of an import path alone."""
     label: str = ""
-    """What metrics and condition_on call it, for several of one function; empty for its name, of an import path the
-    function alone."""
+    """Its name in metrics and condition_on, for several of one function; empty for its own name."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "rewards.name", "a name", self.name)
@@ -463,9 +434,8 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """What the best checkpoint has most of in validation, and what early stopping looks at: "score", which is
-    maximised, or the name of a reward or of a watched measure. One whose watched measures fell below the start's is
-    never the best."""
+    """What chooses the best checkpoint, and ends training early: "score", which is maximised, a reward, or one of
+    eval_rewards. A checkpoint whose eval_rewards fell below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
     are reported, with 95 % intervals."""

@@ -1,7 +1,11 @@
-"""Attention of one layer over prompts and their groups of completions at once.
+"""Attention of one layer over prompts and their groups of completions at once, and the keys and values that stay.
 
 Axes: P prompts, G completions of each, S tokens that run, T tokens that are read, K key heads, R query heads of each,
 E the size of a head.
+
+Each layer's cache has arrays of its own, and keys lie with time last, values with it before the head: both products of
+attention then read them as they are, and a token is written in place. Stacked layers would be copied out one by one
+for every token; keys in the values' order take two and a half times as long to read.
 """
 
 from collections.abc import Sequence
@@ -10,22 +14,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.core.logprobs import capped
-from grpo_jax.models import cache as caches
 
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
 _MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
-_DECODED_HEADS = (64, 128)  # sizes of a head that `decode_attention` takes: Triton's blocks are powers of two
+_DECODED_HEADS = (64, 128)  # sizes of a head that `attend_token` takes: Triton's blocks are powers of two
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
-PLATFORMS = ("cuda", "tpu")
-SHORTEST = 128
+_FLASH_PLATFORMS = ("cuda", "tpu")
+_FLASH_SHORTEST = 128
 """Queries of a row from which on the kernels are taken."""
-HEADS = range(16, 129)
+_FLASH_HEADS = range(16, 129)
 """Sizes of a head that they take: Triton has no smaller products, and larger ones do not fit into every card's core."""
-_FLASH_BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads of 128
-_FLASH_PADDED = 128  # rows are padded to a multiple of it
 
 
 class Tokens(NamedTuple):
@@ -81,14 +83,79 @@ class LayerInput(NamedTuple):
     rotation: jax.Array | None = None  # i32 scalar, the layer's kind of rotation; None where all have the same
     # the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run
     prefix: tuple[jax.Array, jax.Array] | None = None
-    # the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `cache.Cache` has them
+    # the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `Cache` has them
     cache: tuple[jax.Array, jax.Array] | None = None
+
+
+class Prefix(NamedTuple):
+    """Prompts after their forward pass; shared by all completions of a prompt."""
+
+    hidden: jax.Array  # [P, D], last state of each prompt; it predicts the first completion token
+    keys: tuple[jax.Array, ...]  # of each layer [P, K, E, L], rotated
+    values: tuple[jax.Array, ...]  # of each layer [P, K, L, E]
+    mask: jax.Array  # bool [P, L], False on padding
+    positions: jax.Array  # i32 [P, L], counted from each prompt's first real token
+    lengths: jax.Array  # i32 [P], real tokens of each prompt
+    # i32 [P], the position of its completions' first token: as many, or less where pictures' tokens share positions
+    advance: jax.Array
+
+
+class RowState(NamedTuple):
+    """State of completions that go on at different lengths, after an environment has answered."""
+
+    mask: jax.Array  # bool [P, G, T], slots that hold a token; slots between them are not read
+    advance: jax.Array  # i32 [P, G], the position of each completion's next token
+
+
+class Cache(NamedTuple):
+    """Keys and values of completions as far as they are written."""
+
+    keys: tuple[jax.Array, ...]  # of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read
+    values: tuple[jax.Array, ...]  # of each layer [P, K, G, T, E]
+    length: jax.Array  # i32 scalar, slots written, the same for all completions
+    rows: RowState | None = None  # differences between completions; None while all of them fill slot after slot
 
 
 class _Scoring(NamedTuple):
     window: jax.Array | None
     scale: jax.Array | float
     softcap: float | None
+
+
+def empty_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
+    """Return an empty cache for completions of shape [P, K, G, T, E]."""
+    *rows, length, size = shape
+    keys = tuple(jnp.zeros((*rows, size, length), dtype) for _ in range(layers))
+    values = tuple(jnp.zeros((*rows, length, size), dtype) for _ in range(layers))
+    return Cache(keys, values, jnp.zeros((), jnp.int32))
+
+
+def write_cache(
+    cache: tuple[jax.Array, jax.Array], slot: jax.Array, keys: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Write keys [P, K, G, E, A] and values [P, K, G, A, E] into a layer's cache from a slot on; in place under jit.
+
+    XLA drops axes of one from its products (one prompt, one head, groups of one). A cache that is written or carried
+    with such an axis and read without it is copied for every token: it is written without, and a loop that decodes
+    has to carry it without, as the sampler's does.
+
+    Writing past the end overwrites the last slot: callers make room for every token they decode.
+    """
+    ones = tuple(axis for axis in range(3) if keys.shape[axis] == 1)
+
+    def placed(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        old, new = old.squeeze(ones), new.astype(old.dtype).squeeze(ones)
+        return jnp.expand_dims(jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis), ones)
+
+    return placed(cache[0], keys, -1), placed(cache[1], values, -2)
+
+
+def of_paths(cache: Cache, parents: jax.Array | np.ndarray) -> Cache:
+    """The keys and values of other completions: of `parents` [P, G], or [G] where they are alike for all prompts."""
+    axes = (0, 0 if parents.ndim == 2 else None)
+    take = jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3), axes)
+    keys, values = (tuple(take(part, parents) for part in parts) for parts in (cache.keys, cache.values))
+    return cache._replace(keys=keys, values=values)
 
 
 def embed_pictures(x: jax.Array, vision: VisionInput | None) -> jax.Array:
@@ -250,9 +317,9 @@ def attend_streams(
     """Attention of one layer over prompts and completions at once; `softcap` is as of `attend`.
 
     `attention` is one of `choose_attention`: ``rows`` and ``blocks`` are `attend` with and without `by_row`, ``cuda``
-    and ``tpu`` those of `causal_rows` for many tokens that run together, in layers without a window, scale or cap of
-    their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it. ``cuda``
-    is the kernel of `decode_attention` too, for one new token of each completion.
+    and ``tpu`` those of `kernels.causal_rows` for many tokens that run together, in layers without a window, scale or
+    cap of their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it.
+    ``cuda`` is the kernel of `kernels.attend_token` too, for one new token of each completion.
 
     The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
     every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
@@ -270,11 +337,11 @@ def attend_streams(
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
     others = (softcap, layer_input.window, layer_input.scale, layer_input.prefix)
-    flash = attention in PLATFORMS and query.shape[-1] in HEADS and all(other is None for other in others)
+    flash = attention in _FLASH_PLATFORMS and query.shape[-1] in _FLASH_HEADS and all(other is None for other in others)
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
     if attention == "cuda" and _decodes(query, layer_input, context, softcap):
-        from grpo_jax.models.decode_attention import attend_token  # Triton's Pallas, which other platforms may lack
+        from grpo_jax.models.kernels import attend_token  # Triton's Pallas, which other platforms may lack
 
         cached = layer_input.prefix, context.prompt.mask, layer_input.cache, context.slot
         token, new_keys_values = attend_token(query, key, value, *cached)
@@ -286,9 +353,9 @@ def attend_streams(
     if prefix is None:
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        if flash and length >= SHORTEST:
-            rows = causal_rows(query[:, :length], key[:, :length], value[:, :length], context.prompt.mask, attention)
-            mixed.append(rows.reshape(*rows.shape[:2], -1))
+        if flash and length >= _FLASH_SHORTEST:
+            rows = (part[:, :length] for part in (query, key, value))
+            mixed.append(_flash_rows(*rows, context.prompt.mask, attention))
         else:
             mixed.append(attend_rows(query[:, :length], context.prompt, [KeyValues(*prefix, context.prompt, own=True)]))
     if context.completion is not None:
@@ -297,7 +364,7 @@ def attend_streams(
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
         written, new_keys_values = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
         if layer_input.cache is not None:
-            written = new_keys_values = caches.write(layer_input.cache, context.slot, *written)
+            written = new_keys_values = write_cache(layer_input.cache, context.slot, *written)
             readable = context.cached
         sources = [KeyValues(*prefix, context.prompt), KeyValues(*written, readable, own=layer_input.cache is None)]
         mixed.append(attend_rows(query[:, length:], context.completion, sources))
@@ -305,7 +372,7 @@ def attend_streams(
 
 
 def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softcap: float | None) -> bool:
-    """Whether one token of each completion runs, all behind as many, as `decode_attention` takes them."""
+    """Whether one token of each completion runs, all behind as many, as `attend_token` takes them."""
     others = (softcap, layer_input.window, layer_input.scale)
     if layer_input.cache is None or query.shape[-1] not in _DECODED_HEADS or any(x is not None for x in others):
         return False
@@ -315,7 +382,7 @@ def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softca
 def _are_long(prompt: Tokens, completion: Tokens) -> bool:
     """Whether completions, one in a row and none of them packed or answered, are rows for `causal_rows`."""
     steps = completion.positions.shape[-1]
-    return completion.positions.ndim == 2 and SHORTEST <= steps >= prompt.positions.shape[-1]
+    return completion.positions.ndim == 2 and _FLASH_SHORTEST <= steps >= prompt.positions.shape[-1]
 
 
 def _flash_groups(
@@ -333,10 +400,25 @@ def _flash_groups(
 
     query, key, value = map(rows_of, (query, key, value))
     mask = jnp.pad(prompt.mask, ((0, 0), (0, steps)), constant_values=True)
-    mixed = causal_rows(query, key, value, jnp.repeat(mask, len(query) // count, axis=0), platform)
-    mixed = mixed.reshape(count, -1, length + steps, mixed[0, 0].size)
+    mixed = _flash_rows(query, key, value, jnp.repeat(mask, len(query) // count, axis=0), platform)
+    mixed = mixed.reshape(count, -1, *mixed.shape[1:])
     own = mixed[:, :, length:].reshape(count, -1, mixed.shape[-1])
     return jnp.concatenate([mixed[:, 0, :length], own], axis=1)
+
+
+def _flash_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
+    """Attention over rows, [B, S, H·E], by the platform's kernels."""
+    from grpo_jax.models.kernels import causal_rows  # Pallas, which takes a while to import
+
+    mixed = causal_rows(query, key, value, mask, platform)
+    return mixed.reshape(*mixed.shape[:2], -1)
+
+
+def platform_of(device: jax.Device) -> str:
+    """Name what programs are compiled for: cpu, tpu, cuda, or gpu for one that Triton compiles no kernels for."""
+    if device.platform != "gpu":
+        return device.platform
+    return "cuda" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "gpu"
 
 
 def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation: str, *, over_mesh: bool) -> str:
@@ -347,59 +429,10 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
     """
     if platform == "cpu" and not over_mesh:
         return "rows"
-    kernels = platform in PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
+    kernels = platform in _FLASH_PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
     return platform if kernels else "blocks"
 
 
 def _split_group(x: jax.Array, steps: int) -> jax.Array:
     """[P, G·T, ...] to [P, G, T, ...]."""
     return x.reshape(x.shape[0], -1, steps, *x.shape[2:])
-
-
-# Causal attention of whole rows by JAX's own Pallas kernels for GPUs and TPUs: no scores or masks in memory. Lengths
-# and segments alone reach the kernels (Dao et al. 2022, arXiv:2205.14135). They take bfloat16, which every GPU that
-# Triton compiles for has; their products of float32 would not be float32.
-
-
-def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
-    """Softmax attention of every token to those before it in its row and itself, with scores scaled by E^-0.5.
-
-    Args:
-        query: [B, S, K, R, E].
-        key: [B, S, K, E]; R query heads read each.
-        value: [B, S, K, E].
-        mask: bool [B, S], False on padding, which no other token reads.
-        platform: ``cuda`` or ``tpu``.
-
-    Returns:
-        [B, S, K, R, E], as large and of the type of the queries.
-    """
-    rows, length, heads, shared, size = query.shape
-    more = -length % _FLASH_PADDED
-
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
-
-    flat = query.reshape(rows, length, heads * shared, size)
-    key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
-    padded = [pad(x) for x in (flat, key, value)]
-    kernel = _gpu_kernel if platform == "cuda" else _tpu_kernel
-    mixed = kernel(*padded, pad(mask).astype(jnp.int32))
-    return mixed[:, :length].reshape(query.shape)
-
-
-def _gpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
-
-    sizes = BlockSizes(_FLASH_BLOCK, _FLASH_BLOCK, *[_FLASH_BLOCK // 2] * 4)
-    scale = query.shape[-1] ** -0.5
-    return mha(query, key, value, segments, sm_scale=scale, causal=True, block_sizes=sizes)
-
-
-def _tpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
-
-    heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
-    ids = SegmentIds(segments, segments)
-    mixed = flash_attention(*heads_first, segment_ids=ids, causal=True, sm_scale=query.shape[-1] ** -0.5)
-    return mixed.swapaxes(1, 2)

@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 
 from grpo_jax.errors import UserError
 
-Result = TypeVar("Result")
-Tree = TypeVar("Tree")
+_Result = TypeVar("_Result")
+_Tree = TypeVar("_Tree")
 _LEAST_BYTES = 4096
 _WAIT_MS = 7 * 24 * 3_600_000  # however long a reward takes; JAX's heartbeat ends who waits for one that is gone
 _TOLD_MS = 5000
@@ -56,7 +56,7 @@ def barrier() -> None:
         _state().client.wait_at_barrier(f"grpo_jax/{next(_calls)}", _WAIT_MS)
 
 
-def broadcast(tree: Tree) -> Tree:
+def broadcast(tree: _Tree) -> _Tree:
     """Return process 0's tree of dicts, lists, arrays, numbers, texts and None; the others' arguments do not count."""
     if process_count() == 1:
         return tree
@@ -92,7 +92,7 @@ def any_process(flag: bool) -> bool:
     return flag if process_count() == 1 else "1" in exchange("1" if flag else "0")
 
 
-def together(compute: Callable[[], Result]) -> Result:
+def together(compute: Callable[[], _Result]) -> _Result:
     """Return this process's result. Raises UserError in all processes if one of them raises it."""
     if process_count() == 1:
         return compute()
@@ -103,10 +103,10 @@ def together(compute: Callable[[], Result]) -> Result:
         mistake = str(error)
     for told in filter(None, exchange(mistake)):
         raise UserError(told)
-    return cast(Result, result)
+    return cast(_Result, result)
 
 
-def from_main_process(compute: Callable[[], Result]) -> Result:
+def from_main_process(compute: Callable[[], _Result]) -> _Result:
     """Return process 0's result, which is JSON, in all processes; the others do not compute it."""
     if process_count() == 1:
         return compute()

@@ -1,11 +1,12 @@
-"""Checks of the fields of a ``config.json``: kinds, ranges, and values that would change what is computed."""
+"""Checks of the fields of a ``config.json``: kinds, ranges, values that would change what is computed; their errors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from grpo_jax.errors import short_repr
+from grpo_jax.errors import UserError, one_line, short_repr
 
-Fields = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 """The contents of a ``config.json``, or of a table in it."""
 
 _LARGEST = 3.4e38  # of float32, in which models compute
@@ -81,8 +82,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Neutral values of fields by which other models change the result; a folder with another value is refused."""
 
 
-def checked(
-    fields: Fields,
+def check_fields(
+    fields: ConfigJson,
     kinds: Mapping[str, Kind],
     neutral: Mapping[str, tuple[Any, ...]],
     model_type: str,
@@ -104,7 +105,7 @@ def checked(
     return fields
 
 
-def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:
+def check_kinds(fields: ConfigJson, kinds: Mapping[str, Kind], where: str = "") -> None:
     """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
     for name, kind in kinds.items():
         value = fields.get(name)
@@ -117,7 +118,7 @@ def expect(holds: bool, name: str, words: str, value: Any) -> None:
         raise ValueError(f"{name}: expected {words}, got {short_repr(value)}")
 
 
-def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
+def refuse_changed(fields: ConfigJson, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
     """Raise ValueError naming the first field that is not at one of its neutral values; absent ones and None pass."""
     for name, values in neutral.items():
         value = fields.get(name)
@@ -125,6 +126,28 @@ def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model
             raise ValueError(f"{name}={short_repr(value)} is not supported for model_type {model_type!r}")
 
 
-def not_null(fields: Fields) -> dict[str, Any]:
+def not_null(fields: ConfigJson) -> dict[str, Any]:
     """The fields that are not null, which counts as absent."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+@contextmanager
+def as_user_error(start: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise UserError("start: error") in place of errors of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{start}: {error}") from error
+
+
+@contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Make a tokenizer's failure a UserError that begins so; in Rust it is a panic, which is no ``Exception``."""
+    try:
+        yield
+    except BaseException as error:
+        failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not failure or isinstance(error, ModuleNotFoundError):
+            raise
+        reason = f"{type(error).__name__}: {one_line(error, 120) or 'no reason given'}"
+        raise UserError(f"{what} ({reason}); copy its files again") from error

@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.training.dynamic_scale import DynamicScale
 
-from grpo_jax.config.fields import require
-from grpo_jax.config.sections import LoraSection, PolicySection
+from grpo_jax.config.sections import PolicySection
 from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.attention import Context, LayerInput, choose_attention
-from grpo_jax.models.cache import Cache, Prefix, empty_cache
-from grpo_jax.models.decoder import Decoder
-from grpo_jax.models.fused_projections import apart_and_joined, join, joined_config, separate
+from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, empty_cache, platform_of
+from grpo_jax.models.decoder import Decoder, apart_and_joined, join_projections, joined_config, separate
 from grpo_jax.models.hf.chat import Message, conversation_encoder
-from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.hf.tokens import as_user_error
+from grpo_jax.models.hf.peft import load_adapters, lora_config, save_adapters
+from grpo_jax.models.hf_config import as_user_error
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.sharding import OverPrompts, gather_columns, make_mesh, shard
-from grpo_jax.models.variables import VALUE, PyTree, Variables, copied, init_value_head, unstack, with_tower
+from grpo_jax.models.variables import (
+    VALUE,
+    VISUAL,
+    PyTree,
+    Variables,
+    copied,
+    init_value_head,
+    keeps_layers_apart,
+    needs_tower,
+    precision_of,
+    tower_dtype,
+    unstack,
+    weight_dtype,
+    with_tower,
+)
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
-from grpo_jax.models.vision.tower import TOWERS, Tower, encode_pictures
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _precise(method: Method) -> Method:
-    """Run a method of `Policy` with its precision of products of matrices."""
-
-    @wraps(method)
-    def run(self: Policy, *args: Any, **kwargs: Any) -> Any:
-        with _precision(self.precision):
-            return method(self, *args, **kwargs)
-
-    return cast(Method, run)
+from grpo_jax.models.vision.tower import Tower, encode_pictures
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +106,6 @@ class Policy:
             platform=platform or "",
         )
 
-    @_precise
     def prefill(
         self, variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None
     ) -> Prefix:
@@ -135,12 +130,10 @@ class Policy:
         """
         if cache.rows is not None:
             return self.extend(variables, prefix, tokens[..., None], jnp.ones((*tokens.shape, 1), bool), cache)
-        with _precision(self.precision):
-            context = decode_context(self.config, prefix, cache, tokens.shape[1])
-            hidden, cache = self._run_cached(variables, prefix, tokens, cache, context)
-            return hidden, cache._replace(length=cache.length + 1)
+        context = decode_context(self.config, prefix, cache, tokens.shape[1])
+        hidden, cache = self._run_cached(variables, prefix, tokens, cache, context)
+        return hidden, cache._replace(length=cache.length + 1)
 
-    @_precise
     def extend(
         self,
         variables: Variables,
@@ -163,7 +156,6 @@ class Policy:
         hidden = jnp.take_along_axis(hidden.reshape(*tokens.shape, -1), last, axis=2)[:, :, 0]
         return hidden, cache._replace(length=cache.length + tokens.shape[2], rows=rows)
 
-    @_precise
     def forward_group(
         self,
         variables: Variables,
@@ -203,21 +195,21 @@ class Policy:
             rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
         return jnp.concatenate([first, rest], axis=2)
 
-    @_precise
     def encode_images(self, variables: Variables, pictures: Pictures) -> PictureStates:
         """Run the vision tower on `Pictures` [.., I, ..]; returns `PictureStates` [.., I, ..]."""
         tower = Tower(self.config.vision, dtype=self.dtype, remat=self.remat, lora=self.lora, spread=self._spread)
-        return encode_pictures(tower, variables, pictures)
+        with self._precise():
+            return encode_pictures(tower, variables, pictures)
 
     def unstack(self, variables: Variables) -> Variables:
         """Return the variables with each layer's weights apart, as `decode_step` takes them.
 
         A copy made once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose
         decoding waits for its weights, matrices get the type of the computation; on one CUDA device projections of
-        the same states are joined too (`fused_projections`).
+        the same states are joined too (`join_projections`).
         """
         layers = unstack(variables, None if self.platform == "cpu" else self.dtype)
-        return join(layers, self.config) if self._joins else layers
+        return join_projections(layers, self.config) if self._joins else layers
 
     def init_cache(self, prompts: int, group: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Cache:
         """Return an empty cache for `length` tokens of each completion."""
@@ -230,13 +222,51 @@ class Policy:
         # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
         return gather_columns(head, self.mesh)
 
+    def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
+        """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
+        dtype = wide(operands[0].dtype)
+        products = jnp.einsum(subscripts, *operands, precision=self.precision, preferred_element_type=dtype)
+        return capped(products, self.softcap)
+
+    def token_logprobs(
+        self,
+        variables: Variables,
+        hidden: jax.Array,
+        tokens: jax.Array,
+        *,
+        trie: Trie | None = None,
+        nodes: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probability of each token and entropy of the distribution it was drawn from, both [P, G, T] and wide.
+
+        Args:
+            hidden: [P, G, T, D] of ``forward_group``.
+            tokens: i32 [P, G, T].
+            trie: The texts of which each completion is one; it must not be traced.
+            nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
+            **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
+        """
+        head, options = self.head(variables), options | {"softcap": self.softcap}
+        with self._precise():
+            if trie is not None and nodes is None:
+                return tree_logprobs(hidden, head, tokens, trie, below=widest_below(trie), **options)
+            if trie is not None:
+                options["allowed_tokens"] = trie, nodes
+            return token_logprobs(hidden, head, tokens, **options)
+
+    def _precise(self) -> AbstractContextManager[object]:
+        """The context in which products of matrices have the policy's precision."""
+        return nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
+
     def _run(self, variables: Variables, tokens: jax.Array, context: Context) -> tuple[jax.Array, PyTree]:
         """Final states [P, S, D] of tokens i32 [P, S], and the layers' new keys and values."""
         if self.lora is None and "lora" in variables:
             raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
-        if "layers" in variables["params"]:
-            return self._decoder().apply(variables, tokens, context)
-        hidden, written = self._decoder(stacked=False).apply(self.unstack(variables), tokens, context)
+        with self._precise():
+            if "layers" in variables["params"]:
+                return self._decoder().apply(variables, tokens, context)
+            hidden, written = self._decoder(stacked=False).apply(self.unstack(variables), tokens, context)
         return hidden, None if written[0] is None else tuple(zip(*written, strict=True))
 
     def _run_cached(
@@ -245,7 +275,8 @@ class Policy:
         """Final states [P, S, D] of tokens i32 [P, S] behind cached ones, and the cache with them."""
         layers = zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
         inputs = [LayerInput(prefix=layer[:2], cache=layer[2:]) for layer in layers]
-        hidden, written = self._decoder(stacked=False, remat="none").apply(variables, tokens, context, inputs)
+        with self._precise():
+            hidden, written = self._decoder(stacked=False, remat="none").apply(variables, tokens, context, inputs)
         keys, values = zip(*written, strict=True)
         return hidden, cache._replace(keys=keys, values=values)
 
@@ -283,10 +314,8 @@ class Policy:
             return
         longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
         if longest + steps > limit:
-            raise ValueError(
-                f"{name} and completions must have at most {limit} tokens together, as many as the model has "
-                f"positions; got {longest} and {steps}"
-            )
+            room = f"at most {limit} tokens together, as many as the model has positions"
+            raise ValueError(f"{name} and completions must have {room}; got {longest} and {steps}")
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -301,7 +330,7 @@ class Policy:
     @property
     def softcap(self) -> float | None:
         """The cap of the logits; None for none."""
-        return getattr(self.config, "logit_softcap", None)
+        return self.config.logit_softcap
 
     @property
     def max_positions(self) -> int | None:
@@ -346,41 +375,6 @@ class Policy:
     def params(self) -> PyTree:
         """The weights as loaded, without adapters."""
         return self.variables["params"]
-
-    def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
-        """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
-        products = jnp.einsum(
-            subscripts, *operands, precision=self.precision, preferred_element_type=wide(operands[0].dtype)
-        )
-        return capped(products, self.softcap)
-
-    def token_logprobs(
-        self,
-        variables: Variables,
-        hidden: jax.Array,
-        tokens: jax.Array,
-        *,
-        trie: Trie | None = None,
-        nodes: jax.Array | None = None,
-        **options: Any,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of each token and entropy of the distribution it was drawn from, both [P, G, T] and wide.
-
-        Args:
-            hidden: [P, G, T, D] of ``forward_group``.
-            tokens: i32 [P, G, T].
-            trie: The texts of which each completion is one; it must not be traced.
-            nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
-            **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
-        """
-        head = self.head(variables)
-        with _precision(self.precision):
-            if trie is None:
-                return token_logprobs(hidden, head, tokens, softcap=self.softcap, **options)
-            if nodes is None:
-                options |= {"below": widest_below(trie), "softcap": self.softcap}
-                return tree_logprobs(hidden, head, tokens, trie, **options)
-            return token_logprobs(hidden, head, tokens, allowed_tokens=(trie, nodes), softcap=self.softcap, **options)
 
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
@@ -431,39 +425,6 @@ _WITHOUT_WEIGHTS = [field.name for field in dataclasses.fields(Policy) if field.
 jax.tree_util.register_dataclass(Policy, data_fields=["variables"], meta_fields=_WITHOUT_WEIGHTS)
 
 
-def _precision(name: str | None) -> AbstractContextManager[object]:
-    """The context in which products of matrices have this precision; None leaves JAX's own."""
-    return nullcontext() if name is None else jax.default_matmul_precision(name)
-
-
-def precision_of(compute_dtype: str, precision: str | None) -> str | None:
-    """The configured precision of products of matrices, or the one that the activations' type needs.
-
-    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
-    for other types.
-    """
-    return "highest" if precision is None and compute_dtype == "float32" else precision
-
-
-def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
-    """Flax's dynamic loss scale for float16, whose smallest numbers gradients would fall below; None for other types.
-
-    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
-    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
-    """
-    if compute_dtype != "float16":
-        return None
-    start = jnp.full((), 2.0**16, jnp.float32)
-    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
-
-
-def platform_of(device: jax.Device) -> str:
-    """Name what programs are compiled for: cpu, tpu, cuda, or gpu for one that Triton compiles no kernels for."""
-    if device.platform != "gpu":
-        return device.platform
-    return "cuda" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "gpu"
-
-
 def load_policy(
     folder: str | Path | hf.PolicyFolder,
     section: PolicySection | None = None,
@@ -504,15 +465,18 @@ def load_policy(
 
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
     with as_user_error("policy.mesh", ValueError):  # a weight that the mesh does not divide
-        weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store).params
+        weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store)
     config = read.config
     policy = Policy.from_section(section, config, mesh, platform)
     lora = policy.lora
     variables: dict[str, PyTree] = {"params": weights}
     tower = None
     if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
-        _check_tower(section, read)
-        tower = hf.load_tower(read, param_dtype=tower_dtype(section), put=put)
+        if config.vision is None or not config.rope.sections:
+            field = "policy.vision" if section.vision == "train" else "policy.path"
+            lacks = "has no vision tower with an mrope_section in its config.json, and pictures need one"
+            raise UserError(f"{field}: {section.path or read.name} {lacks}: give a Qwen-VL folder")
+        tower = hf.load_weights(read, param_dtype=tower_dtype(section), put=put, tower=True)[VISUAL]
         variables = with_tower(variables, tower, trained=section.vision == "train")
     if lora is not None:
         if section.lora.path is None:
@@ -524,58 +488,3 @@ def load_policy(
     if value_head:
         variables[VALUE] = put({VALUE: init_value_head(config.hidden_size)})[VALUE]
     return policy.replace(source=read, variables=variables)
-
-
-def weight_dtype(section: PolicySection) -> str:
-    """The type of the weights: trained ones are float32."""
-    return section.frozen_dtype if section.lora.used else "float32"
-
-
-def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
-    """Whether each layer of a frozen policy has arrays of its own, with projections joined, in place of stacks.
-
-    On a CUDA device decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a
-    stack one layer's program serves all and is compiled in less time: trained weights, which decoding casts in any
-    case, are stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
-    """
-    as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
-    on_cuda = (platform or platform_of(jax.devices()[0])) == "cuda" and section.mesh.size == 1
-    return section.lora.used and as_computed and on_cuda
-
-
-def tower_dtype(section: PolicySection) -> str:
-    """The type of the vision tower's weights, which may be frozen where the rest is trained."""
-    return "float32" if section.vision == "train" else section.frozen_dtype
-
-
-def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
-    """The adapters' configuration, None where all weights are trained; UserError where they do not fit the model."""
-    if section.path is not None:
-        return load_adapters(section.path, model)[0]
-    if section.rank == 0:
-        return None
-    projections = tuple(architecture_of(model).projections)
-    words = f"false: this {model.model_type} has no vision tower"
-    require(not section.vision or model.vision is not None, "policy.lora.vision", words, section.vision)
-    with as_user_error("policy.lora", ValueError):
-        tower = tuple(TOWERS[model.vision.model_type].projections) if section.vision else ()
-        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections, tower)
-        check_targets(lora, projections, model.model_type)
-        return lora
-
-
-def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
-    """Whether the vision tower takes part in training, whatever the prompts are."""
-    return section.vision == "train" or (lora is not None and bool(lora.vision))
-
-
-def _check_tower(section: PolicySection, read: hf.PolicyFolder) -> None:
-    tower = read.config.vision is not None
-    if tower and read.config.rope.sections:
-        return
-    field = "policy.vision" if section.vision == "train" and not tower else "policy.path"
-    lacks = "mrope_section in its config.json" if tower else "vision tower"
-    raise UserError(
-        f"{field}: {section.path or read.name} has no {lacks}, and pictures need one: give a Qwen2-VL, Qwen2.5-VL or "
-        "Qwen3-VL folder"
-    )

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.attention import Context, Tokens, VisionInput
-from grpo_jax.models.cache import Cache, Prefix, Rows
+from grpo_jax.models.attention import Cache, Context, Prefix, RowState, Tokens, VisionInput
 from grpo_jax.models.vision.pictures import PictureStates
 
 
@@ -131,7 +130,7 @@ def extend_context(
     tokens: jax.Array,
     mask: jax.Array,
     pictures: PictureStates | None = None,
-) -> tuple[Context, Rows]:
+) -> tuple[Context, RowState]:
     """Context of further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
 
     `mask` bool [P, G, A] is True for the first tokens of each row. They are written from the cache's slot ``length``
@@ -155,7 +154,7 @@ def extend_context(
         vision = _vision_input(pictures, _across_group(places.index, pictures))
         advance = before.advance + places.advance
     context = Context(positions, prompt, completion, Tokens(order, readable), cache.length, vision=vision)
-    return context, Rows(readable, advance)
+    return context, RowState(readable, advance)
 
 
 def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:

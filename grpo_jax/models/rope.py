@@ -134,7 +134,7 @@ _NEEDED = {
 """Fields without which a scaling means nothing; the original length stands for the last."""
 
 
-def read_rope(fields: hf_config.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
+def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
     """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
     `theta` is transformers' default where a folder does not say; `plain` are further rope types that scale nothing.
@@ -180,7 +180,7 @@ def read_rope(fields: hf_config.Fields, *, theta: float = 10_000.0, plain: tuple
     )
 
 
-def _attention_factor(scaling: hf_config.Fields, factor: float) -> float:
+def _attention_factor(scaling: hf_config.ConfigJson, factor: float) -> float:
     """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
 
     def temperature(scale: float) -> float:

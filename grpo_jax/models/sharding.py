@@ -21,12 +21,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.architectures import ARCHITECTURES
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture
+from grpo_jax.models.layers import COLUMNS, FUSED, ROWS, Architecture
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, TowerArchitecture
 
 FSDP, TENSOR = "fsdp", "tensor"
-BOTH = (TENSOR, FSDP)
+_BOTH = (TENSOR, FSDP)
 
 
 def _projections(cut: str, architectures: Iterable[Architecture | TowerArchitecture]) -> str:
@@ -48,25 +48,25 @@ class Partition(NamedTuple):
     otherwise: P | None = None  # the spec where the first does not divide the leaf, or None: then it is refused
 
 
-TABLE = (
+PARTITIONS = (
     # Towers are small beside their language models: what does not divide is whole on every device.
     Partition(f"{VISUAL}/layers/{_TOWER[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/layers/{_TOWER[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/layers/{_TOWER[FUSED]}/kernel", P(None, BOTH), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[FUSED]}/kernel", P(None, _BOTH), P()),
     Partition(f"{VISUAL}/layers/[^/]*/[ab]", P()),
     Partition(f"{VISUAL}/merger/fc1/kernel", P(FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/merger/fc2/kernel", P(TENSOR, FSDP), P()),
     Partition(f"{VISUAL}/deepstack/fc1/kernel", P(None, FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/deepstack/fc2/kernel", P(None, TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/(patch_embed/kernel|pos_embed)", P(None, BOTH), P()),
+    Partition(f"{VISUAL}/(patch_embed/kernel|pos_embed)", P(None, _BOTH), P()),
     # [V, D]; vocabularies are what a tensor axis divides or not (GPT-2's 50257).
-    Partition("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, BOTH)),
-    Partition("embed_positions", P(None, BOTH)),
+    Partition("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, _BOTH)),
+    Partition("embed_positions", P(None, _BOTH)),
     # Kernels [layers, in, out].
     Partition(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
     Partition(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
     # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
-    Partition(f"layers/{_FUSED}/kernel", P(None, BOTH)),
+    Partition(f"layers/{_FUSED}/kernel", P(None, _BOTH)),
     # Experts [layers, experts, in, out], each cut as one MLP would be; the router is small.
     Partition("layers/(gate|up)_experts/kernel", P(None, None, FSDP, TENSOR)),
     Partition("layers/down_experts/kernel", P(None, None, TENSOR, FSDP)),
@@ -76,9 +76,8 @@ TABLE = (
     Partition(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
     Partition(f"layers/{_ROWS}/a", P(None, TENSOR)),
     Partition(f"layers/{_ROWS}/b", P(None, None, FSDP)),
-    Partition(f"layers/{_FUSED}/a", P(None, BOTH)),
+    Partition(f"layers/{_FUSED}/a", P(None, _BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
-    # What is known of each prompt's rewards.
     # A few kilobytes each: whole on every device.
     Partition("scale|excess|bias|value/kernel", P()),
 )
@@ -93,7 +92,7 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A NamedSharding for each leaf (an array or its shape) of a train state or its part, by its path (`TABLE`)."""
+    """A NamedSharding for each leaf (an array or its shape) of a train state or a part of it (`PARTITIONS`)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     specs = [_spec(name, np.shape(leaf), mesh) for name, (_, leaf) in zip(names, leaves, strict=True)]
@@ -103,7 +102,7 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
 def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     if not shape:
         return P()
-    partition = next((line for line in TABLE if re.search(f"(^|/)({line.pattern})$", name)), None)
+    partition = next((line for line in PARTITIONS if re.search(f"(^|/)({line.pattern})$", name)), None)
     if partition is None:
         raise ValueError(f"{name}: the table of partitions has no row for it; its shape is {shape}")
     for spec in (partition.spec, partition.otherwise):

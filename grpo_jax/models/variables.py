@@ -1,14 +1,21 @@
-"""The collections of a policy's variables: parameters, a vision tower's, a value head's."""
+"""The collections of a policy's variables: parameters, a tower's, a value head's; their types, and how layers lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.training.dynamic_scale import DynamicScale
 from jax.typing import ArrayLike
+
+from grpo_jax.config.sections import PolicySection
+from grpo_jax.models.attention import platform_of
+
+if TYPE_CHECKING:
+    from grpo_jax.models.lora import LoraConfig
 
 PyTree = Any  # of arrays
 Variables = Mapping[str, PyTree]
@@ -17,11 +24,59 @@ Variables = Mapping[str, PyTree]
 VISUAL = "visual"
 """Key of a tower's weights: a collection while frozen, a part of "params" where trained; and a part of "lora"."""
 
-NUMBERS = "numbers"
+_NUMBERS = "numbers"
 """Collection of the layers' numbers, which `numbered` adds for `unstack`."""
 
 VALUE = "value"
 """Collection of a value head; the policy's own functions do not know it."""
+
+
+def weight_dtype(section: PolicySection) -> str:
+    """The type of the weights: trained ones are float32."""
+    return section.frozen_dtype if section.lora.used else "float32"
+
+
+def tower_dtype(section: PolicySection) -> str:
+    """The type of the vision tower's weights, which may be frozen where the rest is trained."""
+    return "float32" if section.vision == "train" else section.frozen_dtype
+
+
+def precision_of(compute_dtype: str, precision: str | None) -> str | None:
+    """The configured precision of products of matrices, or the one that the activations' type needs.
+
+    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
+    for other types.
+    """
+    return "highest" if precision is None and compute_dtype == "float32" else precision
+
+
+def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
+    """Flax's dynamic loss scale for float16, whose smallest numbers gradients would fall below; None for other types.
+
+    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
+    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
+    """
+    if compute_dtype != "float16":
+        return None
+    start = jnp.full((), 2.0**16, jnp.float32)
+    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
+
+
+def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
+    """Whether the vision tower takes part in training, whatever the prompts are."""
+    return section.vision == "train" or (lora is not None and bool(lora.vision))
+
+
+def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
+    """Whether each layer of a frozen policy has arrays of its own, with projections joined, in place of stacks.
+
+    On a CUDA device decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a
+    stack one layer's program serves all and is compiled in less time: trained weights, which decoding casts in any
+    case, are stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
+    """
+    as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
+    on_cuda = (platform or platform_of(jax.devices()[0])) == "cuda" and section.mesh.size == 1
+    return section.lora.used and as_computed and on_cuda
 
 
 def init_value_head(width: int) -> dict[str, jax.Array]:
@@ -56,7 +111,7 @@ def numbered(variables: Variables) -> Variables:
     another, and for 30 layers these are nearly half of what is compiled to sample.
     """
     count = _layer_count(variables.get("params", {}))
-    return {**variables, NUMBERS: {"layers": tuple(np.arange(count, dtype=np.uint32))}}
+    return {**variables, _NUMBERS: {"layers": tuple(np.arange(count, dtype=np.uint32))}}
 
 
 def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> Variables:
@@ -65,7 +120,7 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
     With `dtype` their matrices are cast to it; quantised ones stay. Without, layers are taken by their numbers where
     the variables have these (`numbered`).
     """
-    numbers = variables.get(NUMBERS, {}).get("layers", ()) if dtype is None else ()
+    numbers = variables.get(_NUMBERS, {}).get("layers", ()) if dtype is None else ()
 
     def cast(leaf: PyTree) -> PyTree:
         narrows = dtype is not None and not is_quantised(leaf) and leaf.ndim > 2
@@ -76,7 +131,7 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
             tree = {**tree, "layers": jax.tree.map(cast, tree["layers"], is_leaf=is_quantised)}
         return split_layers(tree, numbers)
 
-    parts = {name: tree for name, tree in variables.items() if name != NUMBERS}
+    parts = {name: tree for name, tree in variables.items() if name != _NUMBERS}
     return {name: tree if name == VISUAL else split(tree) for name, tree in parts.items()}
 
 

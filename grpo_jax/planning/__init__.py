@@ -14,12 +14,7 @@ PLAN, MEMORY, TARGET = "--plan", "--device_memory_gib", "--target"
 
 
 class PlanRequest(NamedTuple):
-    """The options of --plan.
-
-    Attributes:
-        gib: Memory of each device; () for this machine's.
-        target: A device that need not be here, whose own compiler is asked ("" for none).
-    """
+    """The options of --plan: GiB of each device (() for this machine's), and a device that need not be here ("")."""
 
     gib: tuple[float, ...] = ()
     target: str = ""

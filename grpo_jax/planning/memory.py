@@ -1,7 +1,7 @@
-"""Memory of a run on each device before any weight is loaded: the policy's and its judges', and whether it fits.
+"""The plan of a run, from config.json alone: memory of each device, and whether it fits; work of each program.
 
 Parameters, optimizer state and reference are counted from shapes. Sampling and update are compiled for arrays that do
-not exist, and the compiler reports their memory.
+not exist, and the compiler reports their memory. Judges report their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.fields import flat, require, to_dict
+from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
@@ -21,14 +21,16 @@ from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
-from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.hf.peft import lora_config
+from grpo_jax.models.hf.weights import read_json_file
 from grpo_jax.models.lora import count_weights
-from grpo_jax.models.policy import lora_config, needs_tower, weight_dtype
 from grpo_jax.models.sharding import make_mesh
+from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
-from grpo_jax.planning import MEMORY
-from grpo_jax.planning.programs import Report, report, run_programs
-from grpo_jax.planning.targets import Target, open_devices
+from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
+from grpo_jax.planning.programs import Report, report_program, run_programs
+from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
+from grpo_jax.runs.policy import NEW
 from grpo_jax.training.memory import GIB, Shown, state_shapes, tree_bytes
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
@@ -36,8 +38,7 @@ RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
 """Share of a device left for fragmentation."""
-_RUNTIME = "runtime"
-
+_PREALLOCATED = 0.75  # JAX's default share of a card
 
 _QWEN_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
 _QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
@@ -54,29 +55,54 @@ PUBLISHED_POLICIES: Mapping[str, Mapping[str, object]] = {
 """Shapes from their config.json, for planning without a connection."""
 
 
+def show_plan(config: object, request: PlanRequest) -> int:
+    """Print the plan of a config; return 0 if it fits, 1 if not."""
+    target = parse_target(request.target) if request.target else None
+    if not isinstance(config, Config) or config.policy.path == NEW:
+        raise UserError(f"{PLAN}: a small policy, made when the run begins, takes little; there is nothing to plan")
+    size, gib = config.policy.mesh.size, request.gib
+    if target is not None:
+        prepare()
+        require(size <= target.devices, "policy.mesh", f"at most {target.devices} devices for {TARGET} {target}", size)
+        gib = (target.kind.memory / GIB,) * target.devices
+    _simulate_devices(len(gib), size)
+    model = read_shape(config.policy.path)
+    shown, note = read_shown(config, model)
+    memory, programs = plan_policy(config, model, shown, target)
+    cards = plan_devices(config, memory, gib, target)
+    _print_cards(config, memory, cards, note)
+    _print_programs(programs, target)
+    full = [card.name for card in cards if card.excess]
+    print(f"It does not fit: {', '.join(full)}." if full else "It fits.")
+    return 1 if full else 0
+
+
+def _simulate_devices(count: int, least: int) -> None:
+    """Simulate devices that are only planned for on the CPU, as many as a mesh may want."""
+    if not count:
+        return
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", max(count, least))
+    except RuntimeError:  # JAX has started already: it keeps the devices that it has
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------- the policy
+
+
 class PolicyMemory(NamedTuple):
-    """Bytes that the policy takes on each of its devices.
+    """Bytes that the policy takes on each of its devices."""
 
-    Attributes:
-        parameters: Number of parameters of the whole policy, without a frozen vision tower.
-        trained: Number of those that gradients are taken for.
-        weights: Parameters and adapters.
-        optimizer: Moments of the trained ones.
-        reference: A copy for the KL; 0 where the base itself or nothing is the reference.
-        behind: The copy of the trained ones that samples ahead (training.async_level); 0 where the newest sample.
-        sampling: Of the sampling programs, their caches included.
-        update: Of the update and of log-probabilities, gradients included.
-        widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
-    """
-
-    parameters: int
-    trained: int
-    weights: int
-    optimizer: int
-    reference: int
-    behind: int
-    sampling: int = 0
-    update: int = 0
+    parameters: int  # number of parameters of the whole policy, without a frozen vision tower
+    trained: int  # number of those that gradients are taken for
+    weights: int  # parameters and adapters
+    optimizer: int  # moments of the trained ones
+    reference: int  # a copy for the KL; 0 where the base itself or nothing is the reference
+    behind: int  # the copy of the trained ones that samples ahead (training.async_level); 0 where the newest sample
+    sampling: int = 0  # of the sampling programs, their caches included
+    update: int = 0  # of the update and of log-probabilities, gradients included
+    # compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds
     widened: bool = False
 
     @property
@@ -88,6 +114,35 @@ class PolicyMemory(NamedTuple):
     def peak(self) -> int:
         """Held bytes, and the larger of sampling and update, which take turns; where one is ahead, both."""
         return self.held + (self.sampling + self.update if self.behind else max(self.sampling, self.update))
+
+
+def plan_policy(
+    config: Config, model: ModelConfig, shown: Shown | None = None, target: Target | None = None
+) -> tuple[PolicyMemory, Mapping[str, Report]]:
+    """Count and compile a run's policy of this shape; returns its memory on one device, and its programs.
+
+    Prompts have data.max_prompt_tokens. UserError for adapters on projections that the architecture lacks, a weight
+    that the mesh does not divide, or too few devices.
+    """
+    section = config.policy
+    try:
+        devices = jax.devices() if target is None else open_devices(target)
+        mesh = make_mesh(section.mesh.fsdp, section.mesh.tensor, devices) if section.mesh.size > 1 else None
+        narrow = {section.compute_dtype, weight_dtype(section)} - {"float32"}
+        widened = bool(narrow) and target is None and devices[0].platform == "cpu"
+        same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
+        wide = config.replace(policy=section.replace(**same)) if widened else config
+        programs = run_programs(wide, model, mesh, shown, None if target is None else target.platform)
+        reports = {name: report_program(part, target, devices[0], section.mesh.size) for name, part in programs.items()}
+        held = held_memory(config, state_shapes(config, model, mesh, pictures=shown is not None))
+    except ValueError as error:
+        raise UserError(f"policy: {error}") from error
+    # Pictures, their states and a batch are arguments beside the weights.
+    working = {
+        name: reports[name].working_bytes + tree_bytes(program.arguments[1:]) for name, program in programs.items()
+    }
+    sampling = max(working.pop(name, 0) for name in ("vision", "sample", "turn"))
+    return held._replace(sampling=sampling, update=max(working.values()), widened=widened), reports
 
 
 def held_memory(config: Config, state: TrainState) -> PolicyMemory:
@@ -103,92 +158,51 @@ def held_memory(config: Config, state: TrainState) -> PolicyMemory:
     )
 
 
-def policy_memory(
-    config: Config,
-    model: ModelConfig,
-    mesh: jax.sharding.Mesh | None = None,
-    shown: Shown | None = None,
-    *,
-    target: Target | None = None,
-    device: jax.Device | None = None,
-) -> tuple[PolicyMemory, Mapping[str, Report]]:
-    """Count and compile a run's policy of this shape, and return its programs; of a mesh, for one device.
-
-    Prompts have data.max_prompt_tokens. ValueError for adapters on projections that the architecture lacks, or
-    weights that the mesh does not divide.
-    """
-    device = device or jax.devices()[0]
-    platform = None if target is None else target.platform
-    narrow = {config.policy.compute_dtype, weight_dtype(config.policy)} - {"float32"}
-    widened = bool(narrow) and target is None and device.platform == "cpu"
-    same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
-    wide = config.replace(policy=config.policy.replace(**same)) if widened else config
-    programs = run_programs(wide, model, mesh, shown, platform)
-    reports = {
-        name: report(program, target, device, 1 if mesh is None else mesh.size) for name, program in programs.items()
-    }
-    # Pictures, their states and a batch are arguments beside the weights.
-    working = {
-        name: reports[name].working_bytes + tree_bytes(program.arguments[1:]) for name, program in programs.items()
-    }
-    sampling = max(working.pop(name, 0) for name in ("vision", "sample", "turn"))
-    held = held_memory(config, state_shapes(config, model, mesh, pictures=shown is not None))
-    return held._replace(sampling=sampling, update=max(working.values()), widened=widened), reports
-
-
 def read_shape(path: str) -> ModelConfig:
     """Return the decoder's config of a folder or hub id."""
-    folder = policy_folder(path)
+    folder = _policy_folder(path)
     if os.path.isfile(folder / "config.json"):
-        raw = read_json(folder / "config.json")
-    elif path in PUBLISHED_POLICIES:
-        raw = PUBLISHED_POLICIES[path]
-    elif os.path.isdir(folder) or path.count("/") != 1:
-        raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {short_repr(path, 120)}")
-    else:
-        raw = read_json(_download_config(path))
-    return hf.model_config(folder, raw)
+        return hf.model_config(folder, read_json_file(folder / "config.json"))
+    if path in PUBLISHED_POLICIES:
+        return hf.model_config(folder, PUBLISHED_POLICIES[path])
+    from huggingface_hub import hf_hub_download
+
+    try:
+        downloaded = hf_hub_download(path, "config.json")
+    except Exception as error:  # no such id, offline, gated: hub and transport raise many kinds
+        expected = f"expected a folder with config.json or a hub id, got {short_repr(path, 120)}"
+        raise UserError(f"policy.path: {expected} ({one_line(error)})") from error
+    return hf.model_config(folder, read_json_file(Path(downloaded)))
 
 
-def policy_folder(path: str) -> Path:
+def _policy_folder(path: str) -> Path:
     """Return a policy's would-be folder, by the config's path or name."""
     return Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
 
 
-def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, list[str]]:
-    """Return the pictures that the policy is shown, or None, and the plan's notes about its vision tower."""
+def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
+    """Return the pictures that the policy is shown, or None, and the plan's line about its vision tower, if any."""
     prompt, observation = config.task.count_pictures(config)
     observations = observation * (config.sampling.turns - 1)
-    vision = getattr(model, "vision", None)
+    vision = model.vision
     if vision is None:
-        require(
-            not prompt and not observations,
-            "policy.path",
-            "a model that has a vision tower: there are pictures",
-            config.policy.path,
-        )
-        return None, []
+        words = "a model that has a vision tower: there are pictures"
+        require(not prompt and not observations, "policy.path", words, config.policy.path)
+        return None, ""
     tower = f"vision tower: {count_weights(tower_shapes(vision)):,} parameters"
     if not prompt and not observations and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
-        return None, [f"{tower}, not loaded (prompts are text); an export copies them"]
-    patches = most_patches(policy_folder(config.policy.path), vision, config.data.picture_size)
+        return None, f"{tower}, not loaded (prompts are text); an export copies them"
+    patches = most_patches(_policy_folder(config.policy.path), vision, config.data.picture_size)
     tokens = patches // vision.merged
     room = config.data.max_prompt_tokens
     expected = f"at least {prompt * tokens} for {prompt} pictures of {tokens} tokens, or a smaller data.picture_size"
     require(prompt * tokens <= room, "data.max_prompt_tokens", expected, room)
     trained = "trained" if config.policy.vision == "train" else "frozen"
     places = f"{prompt} in a prompt" + (f", {observations} among the turns" if observations else "")
-    return Shown(prompt, observations, patches), [f"{tower}, {trained}; pictures of {tokens} tokens: {places}"]
+    return Shown(prompt, observations, patches), f"{tower}, {trained}; pictures of {tokens} tokens: {places}"
 
 
-def _download_config(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # offline, gated, no such id: hub and transport raise many kinds
-        reason = f"is no folder, and the hub gave no config.json ({one_line(error)})"
-        raise UserError(f"policy.path: {name!r} {reason}") from error
+# --------------------------------------------------------------------------------------------------------- the devices
 
 
 class Line(NamedTuple):
@@ -223,34 +237,20 @@ class DeviceMemory(NamedTuple):
         return max(self.needed - self.room, 0)
 
 
-def plan_policy(
-    config: Config, model: ModelConfig, shown: Shown | None, target: Target | None
-) -> tuple[PolicyMemory, Mapping[str, Report]]:
-    """Return the policy's memory on each of its devices, and its programs; UserError if it cannot be made so."""
-    section = config.policy.mesh
-    try:
-        devices = jax.devices() if target is None else open_devices(target)
-        mesh = make_mesh(section.fsdp, section.tensor, devices) if section.size > 1 else None
-        return policy_memory(config, model, mesh, shown, target=target, device=devices[0])
-    except ValueError as error:  # no such projection, a weight that does not divide, too few devices
-        raise UserError(f"policy: {error}") from error
-
-
 def plan_devices(
     config: Config, memory: PolicyMemory, gib: tuple[float, ...], target: Target | None = None
 ) -> list[DeviceMemory]:
     """Return all devices with their lines; `gib` is the memory of each, () for this machine's."""
-    on_tpu = target is not None and target.platform == "tpu"
-    kind = "tpu" if on_tpu else "gpu"
-    if on_tpu:  # torch runs the judges, on the host
+    kind = "gpu" if target is None or target.platform == "cuda" else "tpu"
+    if kind == "tpu":  # torch runs the judges, on the host
         policy = tuple(f"tpu:{chip}" for chip in range(config.policy.mesh.size))
         places = {POLICY: policy} | {name: ("cpu",) for name in config.judges}
     else:
         places = places_of(config, len(gib))
     names = list(dict.fromkeys([*(f"{kind}:{i}" for i in range(len(gib))), *sum(places.values(), ())]))
     cards = {name: DeviceMemory(name, _capacity(name, gib), {}) for name in names}
-    lines = {POLICY: policy_lines(config, memory, target)}
     placed = own_package("bridges", "ray_pool").placed
+    lines = {POLICY: policy_lines(config, memory, target)}
     lines |= {name: judge_lines(placed(judge, name)) for name, judge in config.judges.items()}
     for part, where in places.items():
         for name in where:
@@ -258,7 +258,7 @@ def plan_devices(
     for card in cards.values():
         runtimes = (POLICY in card.parts) + bool(card.parts.keys() - {POLICY})
         if card.name != "cpu" and runtimes:
-            card.parts[_RUNTIME] = [Line("contexts and libraries", runtimes * RUNTIME, "allowance")]
+            card.parts["runtime"] = [Line("contexts and libraries", runtimes * RUNTIME, "allowance")]
     return list(cards.values())
 
 
@@ -314,32 +314,41 @@ def judge_lines(judge: Judge) -> list[Line]:
     return [Line(*row) for row in judge.memory()]
 
 
-def judge_savings(judge: Judge) -> dict[str, object]:
-    """Return the fields of a judge by which its memory becomes less; none for a pool's."""
-    smaller = {"batch_size": 1, "dtype": "bfloat16", "use_t5": False}
-    fields = type(judge).model_fields.keys() & smaller if judge.pool is None else ()
-    size = {name: sum(line.bytes for line in judge_lines(judge.replace(**{name: smaller[name]}))) for name in fields}
-    whole = sum(line.bytes for line in judge_lines(judge))
-    return {name: value for name, value in smaller.items() if size.get(name, whole) < whole}
+# --------------------------------------------------------------------------------------------------------- the printing
 
 
-def list_savings(config: Config, devices: Sequence[DeviceMemory]) -> dict[str, object]:
-    """Return fields that take less memory of devices that are full; those that change no result come first."""
-    full = {part for device in devices if device.excess for part in device.parts}
-    section, prompts = config.policy, config.training.prompts_per_batch // config.training.minibatches
-    policy: dict[str, object] = {
-        "policy.remat": "layer",
-        "training.grad_accumulation_steps": max(prompts // section.mesh.fsdp, 1),
-        "training.chunk_prompts": 1,
-    }
-    policy |= {"policy.frozen_dtype": "bfloat16"} if section.lora.used else {"policy.lora.rank": 16}
-    policy["policy.compute_dtype"] = "bfloat16"
-    others = len(devices) - 1
-    if section.mesh.size == 1 and section.quantised == "none" and others > 1 and prompts % others == 0:
-        policy["policy.mesh.fsdp"] = others
-    policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)
-    changes = policy if POLICY in full else {}
-    for name in full & config.judges.keys():
-        changes |= {f"judges.{name}.{field}": value for field, value in judge_savings(config.judges[name]).items()}
-    now = flat(to_dict(config))
-    return {name: value for name, value in changes.items() if now[name] != value}
+def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMemory], note: str) -> None:
+    task = config.model_dump()["task"]["kind"]
+    print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
+    dtype, precision = config.policy.compute_dtype, config.policy.matmul_precision
+    print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, precision) or 'default'}")
+    if note:
+        print(f"  {note}")
+    for card in cards:
+        print(f"{card.name}, {_gib(card.capacity)} GiB")
+        for part, lines in card.parts.items():
+            print(f"  {part}")
+            for line in lines:
+                size = _gib(line.bytes) if line.counted else f"({_gib(line.bytes)})"
+                print(f"    {line.name:<26}{size:>9}  {line.note}".rstrip())
+        verdict = f"{_gib(card.excess)} GiB too much" if card.excess else "fits"
+        print(f"  needed {_gib(card.needed)} of {_gib(card.room)} GiB ({FREE:.0%} left free): {verdict}")
+        if POLICY in card.parts and card.name != "cpu" and card.needed > _PREALLOCATED * card.capacity:
+            print("  JAX takes 75 % of a card by itself: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+
+
+def _print_programs(programs: Mapping[str, Report], target: Target | None) -> None:
+    """Print memory and work of a call of each program, on one device; of a target also the bound."""
+    where = "here" if target is None else f"for {target.kind.title}"
+    print(f"Programs, compiled {where} and not run; judges, which torch runs, are no part of them:")
+    bound = "" if target is None else "  bound"
+    print(f"  {'':<10}{'arguments':>12}{'temporary':>11}{'peak, GiB':>11}{'TFLOP':>9}{'GB moved':>10}{bound}")
+    for name, program in programs.items():
+        memory = f"{_gib(program.argument_bytes):>12}{_gib(program.temporary_bytes):>11}{_gib(program.peak_bytes):>11}"
+        work = f"{program.work.flops / 1e12:>9.3g}{program.work.bytes / 1e9:>10.3g}"
+        bound = "" if target is None else f"  {program.bound_seconds(target):.3g} s"
+        print(f"  {name:<10}{memory}{work}{bound}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

@@ -22,9 +22,8 @@ from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE
 from grpo_jax.planning.targets import Target, compile_for, lowering_for
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import Samples, make_sampler
+from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
-from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
     Program,
     Shown,
@@ -36,7 +35,7 @@ from grpo_jax.training.memory import (
     update_program,
 )
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import needs_reference
+from grpo_jax.training.state import TrainState, needs_reference
 from grpo_jax.training.update import make_forward_step, needs_old_logprobs
 
 _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
@@ -52,15 +51,6 @@ class Work(NamedTuple):
 
     flops: float = 0.0
     bytes: float = 0.0
-
-    def __add__(self, other: object) -> Work:
-        """Add both numbers."""
-        assert isinstance(other, Work)
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
-
-    def times(self, count: float) -> Work:
-        """Return the work of so many turns."""
-        return Work(self.flops * count, self.bytes * count)
 
 
 class Report(NamedTuple):
@@ -94,15 +84,54 @@ def run_programs(
     platform: str | None = None,
 ) -> dict[str, Program]:
     """Return what a run compiles, by name: vision, sample, turn, logprobs, update."""
-    programs = _sampling_programs(config, model, mesh, shown, platform)
-    if config.sampling.turns > 1:
-        programs["turn"] = _turn_program(config, model, mesh, platform)
+    policy = Policy.from_section(config.policy, model, mesh, platform)
+    state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
+    programs = _sampling_programs(config, policy, state, shown)
     if needs_old_logprobs(config.algorithm, config.training) or needs_reference(config.algorithm, config.ppo):
-        programs["logprobs"] = _logprobs_program(config, model, mesh, shown, platform)
+        programs["logprobs"] = _logprobs_program(config, policy, state, shown)
     return programs | {"update": update_program(config, model, mesh, shown, platform)}
 
 
-def report(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:
+def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> dict[str, Program]:
+    """Return the vision tower where prompts hold pictures, the sampling of a chunk of prompts, and of a last turn."""
+    section, prompts = config.sampling, config.training.chunk_prompts or config.training.prompts_per_batch
+    params = sampling_params(section, section.group_size, section.temperature)
+    variables = {name: tree for name, tree in state.variables.items() if name != VALUE}
+    tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
+    keys = jax.random.split(jax.random.key(0), prompts)
+    given = tokens, np.ones_like(tokens, bool), keys
+    programs, states = {}, None
+    if shown is not None and shown.prompt:
+        pictures = picture_shapes(policy.config.vision, (prompts, shown.prompt), shown.patches)
+        states = jax.eval_shape(policy.encode_images, variables, pictures)
+        programs["vision"] = Program(jax.jit(policy.encode_images), (variables, pictures))
+    sample = make_sampler(policy, params, eos_ids=(0,), pad_id=0)
+    draw = jax.jit(lambda variables, states: gather(sample(variables, *given, states), policy.mesh))
+    programs["sample"] = Program(draw, (variables, states), section.max_new_tokens)
+    if section.turns == 1:
+        return programs
+    sampler = make_episode_sampler(policy, params, eos_ids=(0,), pad_id=0)
+    observation = np.zeros((prompts, section.group_size, section.max_observation_tokens), np.int32)
+    observations = observation, np.ones_like(observation, bool), keys, np.ones(observation.shape[:2], bool)
+    carried = jax.eval_shape(lambda v: sampler.begin(v, *given)[1], variables)
+    for _ in range(section.turns - 2):
+        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *observations)[1], variables, carried)
+    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *observations)[0], policy.mesh))
+    return programs | {"turn": Program(go_on, (variables, carried), section.max_new_tokens)}
+
+
+def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
+    """Return the old or the reference's log-probabilities of a whole batch."""
+    training = config.training
+    whole = config.replace(training=training.replace(minibatches=1))
+    forward = make_forward(policy, temperature=config.sampling.temperature)
+    pictures = shown_shapes(config, policy.config, policy, state, shown)
+    batch = batch_shapes(whole, state, forward, policy.mesh, pictures)
+    step = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
+    return Program(jax.jit(step), (state.variables, batch.read_by_policy()))
+
+
+def report_program(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:
     """Compile a program and return its memory and its work on one of the devices."""
     return read_memory(compile_program(program, target, device), count_work(program, devices))
 
@@ -120,81 +149,12 @@ def compile_program(program: Program, target: Target | None, device: jax.Device)
     if target is None:
         fast = _FAST_COMPILE if device.platform == "cpu" else None
         return program.function.lower(*program.arguments).compile(compiler_options=fast)
-    single = SingleDeviceSharding(device)
-    spread = any(leaf.sharding is not None for leaf in jax.tree.leaves(program.arguments))
-
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single)
-
+    arguments, single = program.arguments, SingleDeviceSharding(device)
+    if not any(leaf.sharding is not None for leaf in jax.tree.leaves(arguments)):
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single), arguments)
     with lowering_for(target):
-        lowered = program.function.lower(*jax.tree.map(place, program.arguments))
+        lowered = program.function.lower(*arguments)
     return compile_for(target, lowered)
-
-
-def _params(config: Config) -> SamplingParams:
-    return sampling_params(config.sampling, config.sampling.group_size, config.sampling.temperature)
-
-
-def _chunk(config: Config) -> int:
-    return config.training.chunk_prompts or config.training.prompts_per_batch
-
-
-def _sampling_programs(
-    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None, platform: str | None
-) -> dict[str, Program]:
-    """Return the sampling of a chunk of prompts, and the vision tower before it where the prompts hold pictures."""
-    policy = Policy.from_section(config.policy, model, mesh, platform)
-    sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
-    tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
-    keys = jax.random.split(jax.random.key(0), len(tokens))
-
-    def draw(variables: dict, states: object) -> Samples:
-        return gather(sample(variables, tokens, np.ones_like(tokens, bool), keys, states), mesh)
-
-    variables = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform).variables
-    variables = {name: tree for name, tree in variables.items() if name != VALUE}
-    turns = config.sampling.max_new_tokens
-    if shown is None or not shown.prompt:
-        return {"sample": Program(jax.jit(draw), (variables, None), turns)}
-    assert model.vision is not None
-    pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
-    states = jax.eval_shape(policy.encode_images, variables, pictures)
-    return {
-        "vision": Program(jax.jit(policy.encode_images), (variables, pictures)),
-        "sample": Program(jax.jit(draw), (variables, states), turns),
-    }
-
-
-def _turn_program(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None) -> Program:
-    """Return the sampling of an episode's last turn."""
-    policy = Policy.from_section(config.policy, model, mesh, platform)
-    sampler = make_episode_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
-    prompts, section = _chunk(config), config.sampling
-    tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
-    observation = np.zeros((prompts, section.group_size, section.max_observation_tokens), np.int32)
-    keys = jax.random.split(jax.random.key(0), prompts)
-    observations = observation, np.ones_like(observation, bool), keys, np.ones(observation.shape[:2], bool)
-    state = state_shapes(config, model, mesh, platform=platform)
-    variables = {name: tree for name, tree in state.variables.items() if name != VALUE}
-    carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
-    for _ in range(section.turns - 2):
-        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *observations)[1], variables, carried)
-    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *observations)[0], mesh))
-    return Program(go_on, (variables, carried), section.max_new_tokens)
-
-
-def _logprobs_program(
-    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None, platform: str | None
-) -> Program:
-    """Return the old or the reference's log-probabilities of a whole batch."""
-    training = config.training
-    whole = config.replace(training=training.replace(minibatches=1))
-    policy = Policy.from_section(config.policy, model, mesh, platform)
-    forward = make_forward(policy, temperature=config.sampling.temperature)
-    state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
-    batch = batch_shapes(whole, state, forward, mesh, shown_shapes(config, model, policy, state, shown))
-    step = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
-    return Program(jax.jit(step), (state.variables, batch.read_by_policy()))
 
 
 def count_work(program: Program, devices: int = 1) -> Work:
@@ -209,8 +169,8 @@ def count_work(program: Program, devices: int = 1) -> Work:
     most = max(map(_rows, loops), default=0)
     full = sum(_rows(loop) == most for loop in loops)
     turns = {id(loop): (program.turns / full if program.turns else 1) * (_rows(loop) == most) for loop in loops}
-    work = _work(jaxpr, turns)
-    return Work(work.flops / devices, max(work.bytes / devices, tree_bytes(program.arguments)))
+    flops, moved = _work(jaxpr, turns) / devices
+    return Work(float(flops), max(float(moved), tree_bytes(program.arguments)))
 
 
 def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -235,39 +195,40 @@ def _rows(loop: JaxprEqn) -> int:
     return max((_size(var) for var in loop.outvars if var.aval.dtype == bool), default=0)
 
 
-def _work(jaxpr: Jaxpr, turns: Mapping[int, float]) -> Work:
-    total = Work()
+def _work(jaxpr: Jaxpr, turns: Mapping[int, float]) -> np.ndarray:
+    """Return FLOPs and bytes, f64 [2]."""
+    total = np.zeros(2)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated", "pallas_call"):
             total += _kernel(eqn)
         elif name == "cond":
-            total += max((_work(inner, turns) for inner in _inner(eqn)), default=Work())
+            total += max((_work(inner, turns) for inner in _inner(eqn)), key=tuple, default=0)
         else:
             count = eqn.params["length"] if name == "scan" else turns.get(id(eqn), 1)
-            total += sum((_work(inner, turns) for inner in _inner(eqn)), Work()).times(count)
+            total += count * sum(_work(inner, turns) for inner in _inner(eqn))
     return total
 
 
-def _kernel(eqn: JaxprEqn) -> Work:
-    """Return the work of a product, or of one of the attention kernels."""
+def _kernel(eqn: JaxprEqn) -> tuple[float, float]:
+    """Return FLOPs and bytes of a product, or of one of the attention kernels."""
     given, made = eqn.invars, eqn.outvars
     traffic = sum(_size(var) * var.aval.dtype.itemsize for var in (*given, *made))
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return Work(2.0 * _size(made[0]) * math.prod(given[0].aval.shape[axis] for axis in contracted), traffic)
+        return (2.0 * _size(made[0]) * math.prod(given[0].aval.shape[axis] for axis in contracted), traffic)
     if eqn.primitive.name == "conv_general_dilated":
         kernel = given[1].aval.shape
         outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return Work(2.0 * _size(made[0]) * math.prod(kernel) / outputs, traffic)
+        return (2.0 * _size(made[0]) * math.prod(kernel) / outputs, traffic)
     if eqn.params["name"] == "decode_attention":  # caches are read as far as they are written: half of one that fills
         keys, caches = given[1].aval.shape[-1], given[-2:]
         unread = sum(_size(var) * var.aval.dtype.itemsize for var in caches) * 1.5  # half of it, and all as a result
-        return Work(4.0 * _size(made[0]) * (keys + caches[0].aval.shape[-1] / 2), traffic - unread)
+        return (4.0 * _size(made[0]) * (keys + caches[0].aval.shape[-1] / 2), traffic - unread)
     backward = {1: 3, 2: 4}.get(len(made), 0) if len(given) > 5 else 2  # TPU: dq; dk and dv
     products = _ATTENTION.get(eqn.params["name"], backward)
     keys = max(given[1].aval.shape[1:3])
-    return Work(products * float(_size(given[0])) * keys, traffic)  # each query's product with half of the keys
+    return (products * float(_size(given[0])) * keys, traffic)  # each query's product with half of the keys
 
 
 def _size(var: Var) -> int:

@@ -57,7 +57,7 @@ class Tpu(NamedTuple):
 _FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 _HOPPER = ((9, 0), 132, 128, 2048, 233472, 232448, 1.98, 52428800)
-KINDS: dict[str, Gpu | Tpu] = {
+TARGETS: dict[str, Gpu | Tpu] = {
     "h100": Gpu("H100 SXM", 84942979072, 989.4e12, 3352.32e9, *_HOPPER),
     "h200": Gpu("H200 SXM", 151397597184, 989.4e12, 4800e9, *_HOPPER),
     "b200": Gpu("B200", 191514411008, 2250e12, 7672.32e9, (10, 0), 148, 128, 2048, 233472, 232448, 1.965, 132644864),
@@ -75,25 +75,15 @@ _KNOWN = {(8, 0): "A100", (8, 6): "A10", (9, 0): "H100", (10, 0): "B200", (12, 0
 
 
 class Target(NamedTuple):
-    """Devices to compile for: so many hosts with so many devices each."""
+    """So many devices of one kind to compile for."""
 
     name: str
-    hosts: int
-    devices: int
+    devices: int = 1
 
     @property
     def kind(self) -> Gpu | Tpu:
         """The device's figures."""
-        return KINDS[self.name]
-
-    @property
-    def count(self) -> int:
-        """The number of devices."""
-        return self.hosts * self.devices
-
-    def processes(self, devices: int) -> int:
-        """Return the number of hosts, with a process each, that so many devices take."""
-        return -(-devices // self.devices)
+        return TARGETS[self.name]
 
     @property
     def platform(self) -> str:
@@ -101,20 +91,17 @@ class Target(NamedTuple):
         return "cuda" if isinstance(self.kind, Gpu) else "tpu"
 
     def __str__(self) -> str:
-        if self.count == 1:
-            return self.name
-        return f"{self.name}:{self.devices}" if self.hosts == 1 else f"{self.name}:{self.hosts}x{self.devices}"
+        return self.name if self.devices == 1 else f"{self.name}:{self.devices}"
 
 
 def parse_target(text: str) -> Target:
-    """Read ``h100``, ``h100:8`` (eight of one host) or ``h100:2x8`` (two hosts with eight each); UserError."""
-    match = re.fullmatch(r"([a-z0-9]+)(?::(?:([1-9]\d{0,3})x)?([1-9]\d{0,3}))?", text)
-    if match is None or match[1] not in KINDS:
+    """Read ``h100``, or ``h100:8`` for eight of them; UserError."""
+    match = re.fullmatch(rf"({'|'.join(TARGETS)})(?::([1-9]\d{{0,3}}))?", text)
+    if match is None:
         raise UserError(
-            f"{TARGET}: expected one of {', '.join(KINDS)}, with :DEVICES or :HOSTSxDEVICES behind it, "
-            f"got {short_repr(text)}"
+            f"{TARGET}: expected one of {', '.join(TARGETS)}, with :DEVICES behind it, got {short_repr(text)}"
         )
-    return Target(match[1], int(match[2] or 1), int(match[3] or 1))
+    return Target(match[1], int(match[2] or 1))
 
 
 def prepare() -> None:
@@ -134,14 +121,14 @@ def open_devices(target: Target) -> list[jax.Device]:
         needed = f"needs {' or '.join(compilers)}"
         raise UserError(f'{TARGET} {target.name}: {needed}; run pip install "grpo_jax[{EXTRA}]"')
     if isinstance(kind, Gpu):
-        shape = f"1x{target.hosts}x{target.devices}"
+        shape = f"1x1x{target.devices}"
         return list(topologies.get_topology_desc("", "cuda", target_config=_figures(kind), topology=shape).devices)
-    shape = kind.shapes.get(target.count)
-    require(shape is not None, f"{TARGET} {target.name}", f"{', '.join(map(str, kind.shapes))} chips", target.count)
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.name}-{target.count}")
+    shape = kind.shapes.get(target.devices)
+    require(shape is not None, f"{TARGET} {target.name}", f"{', '.join(map(str, kind.shapes))} chips", target.devices)
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.name}-{target.devices}")
     jax.devices()
     os.environ.pop("XLA_FLAGS", None)  # the CPU has read them, and libtpu ends a process over flags that it lacks
-    return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.count]
+    return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.devices]
 
 
 def _figures(kind: Gpu) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
-from grpo_jax.config.fields import to_dict, to_yaml
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.files import Values
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, one_line
@@ -61,7 +61,7 @@ class RunOutput:
         if self._config.resume:
             self.directory.forget_completions(step)
         self._writers, notes = open_writers(
-            self.directory, self._config.report_to, resume_step=resume_step, config=to_dict(self._config)
+            self.directory, self._config.report_to, resume_step=resume_step, config=self._config.model_dump()
         )
         for note in notes:
             self.warning(note)

@@ -23,10 +23,10 @@ from grpo_jax.models.hf.chat import (
     conversation_encoder,
     knows_option,
     picture_tokens,
+    special_ids,
 )
 from grpo_jax.models.hf.folder import PolicyFolder
-from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
-from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
 from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_facts, text_bytes
@@ -73,7 +73,7 @@ class ImageProcessor(NamedTuple):
 def load_image_processor(folder: Path, vision: VisionConfig, size: int | None) -> ImageProcessor:
     """Load it; `size` is data.picture_size."""
     settings = read_settings(folder, vision, size)
-    return ImageProcessor(vision, settings, make_prepare(folder, settings))
+    return ImageProcessor(vision, settings, make_preparer(folder, settings))
 
 
 def make_encode(

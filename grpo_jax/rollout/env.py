@@ -20,7 +20,7 @@ from grpo_jax.config.files import require_text
 from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.pictures import Pictures, placed
+from grpo_jax.models.vision.pictures import Pictures, place_pictures
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import at_work
@@ -324,7 +324,7 @@ def prepared(
         return EnvError(f"its picture: {one_line(reason, 150)}")
 
     with failures_as(describe):
-        return placed(prepare(_stacked(sources)), owners, shape)
+        return place_pictures(prepare(_stacked(sources)), owners, shape)
 
 
 def _stacked(sources: list[Source]) -> Source:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
-from grpo_jax.config.fields import require_known
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import IN_PYTHON, load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
@@ -234,7 +234,7 @@ def resolve_rewards(
         if base not in source.functions or (judge and not judges):
             raise UserError(f"{where}: {_unknown(name, source, where)}")
         if judge:
-            require_known(judge, judges, f"{where}.{name}: judges")
+            require(judge in judges, f"{where}.{name}", f"one of the judges {[*judges]}", judge)
         function, options = _made(source.functions[base], options, name)
         return ResolvedReward(name, function, judge, options)
 

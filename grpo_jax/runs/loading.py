@@ -25,7 +25,8 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
-from grpo_jax.models.policy import Policy, precision_of
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import precision_of
 from grpo_jax.rollout.data import (
     SPLITS,
     PromptSet,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.config.fields import require, to_dict
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import MeshSection
@@ -151,7 +151,7 @@ def run_config(run_dir: str | Path) -> Config:
         raise UserError(f"{short_name(run_dir)}: no config.yaml there; give the run directory of a training run")
     config = load_config(path)
     if not isinstance(config, Config):
-        name = to_dict(config)["task"]["kind"]
+        name = config.model_dump()["task"]["kind"]
         raise UserError(f"{run_dir}: a {name} run has no language policy; its results are in summary.json")
     return config.replace(run_dir=str(run_dir))  # the folder may have moved since
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config.fields import require, to_dict
+from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
 from grpo_jax.models.broadcast import exchange, from_main_process, is_told, process_count, process_index, together
@@ -117,7 +117,7 @@ def require_same(facts: Mapping[str, str]) -> None:
 
 def start_facts(config: Config) -> dict[str, str]:
     """Return the config, with the digest of a file or folder in place of its path, the code and the packages."""
-    facts = {name: _fact(value) for name, value in _flat(to_dict(config)) if name != "run_dir"}
+    facts = {name: _fact(value) for name, value in _flat(config.model_dump()) if name != "run_dir"}
     facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))
     return facts | {f"the version of {d.name}": d.version for d in metadata.distributions() if d.name in _PACKAGES}
 

@@ -17,9 +17,9 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.models.broadcast import broadcast
-from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import shard, shard_optimizer
-from grpo_jax.models.variables import Variables
+from grpo_jax.models.variables import Variables, make_loss_scale
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import Observation, as_observation, prepared

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.models.cache import Cache, Prefix, Rows
+from grpo_jax.models.attention import Cache, Prefix, RowState
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import PyTree, Variables, numbered
 from grpo_jax.sampling.sampler import (
@@ -81,7 +81,7 @@ def make_episode_sampler(
     def first(stops: jax.Array | None, variables: Variables, *prompts: PyTree) -> tuple[Samples, Carried]:
         loop = write_completions(policy, params, alike._replace(stops=stops), variables, PromptBatch(*prompts))
         advance = jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
-        return loop.samples, _carried(loop, Rows(jnp.zeros((*loop.done.shape, 0), bool), advance))
+        return loop.samples, _carried(loop, RowState(jnp.zeros((*loop.done.shape, 0), bool), advance))
 
     @jax.jit
     def further(stops, variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
@@ -101,7 +101,7 @@ def make_episode_sampler(
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache)
         loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
         loop = run(writer.step, loop, length, halves(count, length, ends))
-        return loop.samples, _carried(loop, Rows(rows.mask[..., : size - length], rows.advance))
+        return loop.samples, _carried(loop, RowState(rows.mask[..., : size - length], rows.advance))
 
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, params.max_new_tokens)
@@ -124,11 +124,11 @@ def make_episode_sampler(
     return EpisodeSampler(start, go_on)
 
 
-def _carried(loop: Loop, rows: Rows) -> Carried:
+def _carried(loop: Loop, rows: RowState) -> Carried:
     written = loop.mask.sum(-1, dtype=jnp.int32)
     read = jnp.maximum(written - 1, 0)
     read_mask = jnp.arange(loop.mask.shape[-1]) < read[..., None]
-    rows = Rows(jnp.concatenate([rows.mask, read_mask], axis=-1), rows.advance + read)
+    rows = RowState(jnp.concatenate([rows.mask, read_mask], axis=-1), rows.advance + read)
     last = jnp.take_along_axis(loop.tokens, read[..., None], axis=-1)[..., 0]
     size = jnp.int32(rows.mask.shape[-1])
     return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0)
@@ -139,4 +139,4 @@ def _grown(cache: Cache, larger: Cache) -> Cache:
     rows = cache.rows
     keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))
     room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)
-    return Cache(keys, values, cache.length, Rows(move(rows.mask, room), rows.advance))
+    return Cache(keys, values, cache.length, RowState(move(rows.mask, room), rows.advance))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from grpo_jax.core.trie import Trie, depth_of, text_count
-from grpo_jax.models.cache import Cache, of_paths
+from grpo_jax.models.attention import Cache, of_paths
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
 

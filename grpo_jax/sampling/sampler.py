@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from grpo_jax.core.trie import ROOT, Trie, children, follow
-from grpo_jax.models.cache import Cache, Prefix
+from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP
 from grpo_jax.models.variables import PyTree, Variables, numbered
@@ -351,7 +351,7 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Lo
 
 
 def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
-    """Step while more than so many prompts go on; what is carried of the cache has no axes of one (`cache.write`)."""
+    """Step while more than so many prompts go on; what is carried of the cache has no axes of one (`write_cache`)."""
 
     def slim(loop: Loop) -> Loop:
         return loop._replace(cache=jax.tree.map(jnp.squeeze, loop.cache))

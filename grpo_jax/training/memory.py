@@ -18,20 +18,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import ModelConfig
-from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.fused_projections import apart_and_joined
+from grpo_jax.models.decoder import apart_and_joined, init_variables
+from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.lora import init_adapters, quantise
-from grpo_jax.models.policy import (
-    Policy,
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
+from grpo_jax.models.variables import (
+    VALUE,
+    VISUAL,
+    PyTree,
+    init_value_head,
     keeps_layers_apart,
-    lora_config,
     make_loss_scale,
     needs_tower,
     tower_dtype,
     weight_dtype,
+    with_tower,
 )
-from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
-from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, pack_windows
 from grpo_jax.models.vision.tower import init_tower

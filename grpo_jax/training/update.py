@@ -17,9 +17,9 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
 from grpo_jax.core.trie import Trie
-from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
-from grpo_jax.models.variables import PyTree, Variables
+from grpo_jax.models.variables import PyTree, Variables, make_loss_scale
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,

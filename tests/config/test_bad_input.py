@@ -6,7 +6,7 @@ import shutil
 import pytest
 from support.text_task import rows
 
-from grpo_jax import evaluate, export
+from grpo_jax import evaluate
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
@@ -97,6 +97,8 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
         (["--data.prompts", "no.jsonl"], "no.jsonl does not exist"),
         (["--training.prompts_per_batch", "12"], "a batch takes 12 different prompts and there are 8"),
         (["--policy.mesh.tensor", "4"], "takes 4 devices, but the policy has 1"),
+        (["--devices.policy", "banana"], 'devices.policy: expected "auto", "cpu" or "gpu:N"'),
+        (["--devices.policy", "gpu:7"], "devices.policy: there is no"),
         ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "of this task alignment, alignment_gain, "),
         (
             [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
@@ -121,6 +123,10 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
     assert not run.exists()
 
 
+def test_more_of_the_vocabulary_than_there_is(refused):
+    assert "sampling.top_k: expected at most the policy's 272 tokens" in refused("--sampling.top_k", "273")
+
+
 def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):
     config = parse([f"--config={place.config}", f"--policy.path={garbage}", f"--run_dir={run}"])
     named = config.replace(rewards=[RewardSection(name="missing_rewards:f")])
@@ -141,13 +147,6 @@ def test_a_run_directory_that_is_taken(refused, run):
     (run / "thesis.txt").write_text("years of work")
     assert "is not empty; continue it with --resume or choose another --run_dir" in refused()
     assert [path.name for path in run.iterdir()] == ["thesis.txt"]
-
-
-def test_nothing_to_resume(refused, run):
-    assert "holds no run (no config.yaml); start it without --resume" in refused("--resume")
-    assert not run.exists()
-    assert "no config.yaml there" in refused("--run", run, command=evaluate.main)
-    assert "no config.yaml there" in refused("--run", run, "--out", run / "out", command=export.main)
 
 
 @pytest.mark.wide

@@ -51,7 +51,8 @@ def test_commands_reach_their_runs(tmp_path, capsys):
     gone = str(tmp_path / "gone")
     for words in (["resume", gone], ["evaluate", "--run", gone], ["export", "--run", gone, "--out", gone]):
         assert __main__.main(words) == 2
-        assert gone in capsys.readouterr().err
+        line = capsys.readouterr().err
+        assert gone in line and "no config.yaml" in line and not (tmp_path / "gone").exists()
     assert __main__.main(["resume"]) == 2
     assert "resume: say which run, as in resume runs/my_run" in capsys.readouterr().err
     for words in ([], ["--help"]):

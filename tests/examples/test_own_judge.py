@@ -95,4 +95,4 @@ def test_a_reward_of_a_judge_that_is_not_there(tmp_path, capsys):
     ]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: eval_rewards.alignment@nobody: judges.nobody: no such field; there are:")
+    assert error.startswith("error: eval_rewards.alignment@nobody: expected one of the judges [")

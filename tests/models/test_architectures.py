@@ -14,9 +14,10 @@ from support.text_task import train_here  # noqa: E402
 from grpo_jax.config.sections import LoraSection  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.architectures import read_config  # noqa: E402
+from grpo_jax.models.architectures import read_model_config  # noqa: E402
+from grpo_jax.models.hf.peft import lora_config  # noqa: E402
 from grpo_jax.models.lora import quantise  # noqa: E402
-from grpo_jax.models.policy import Policy, lora_config  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.
@@ -73,9 +74,9 @@ SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
 
 
 def test_adapters_go_on_what_is_fused_and_not_on_experts():
-    phi = read_config(SMALL | dict(model_type="phi3"))
+    phi = read_model_config(SMALL | dict(model_type="phi3"))
     assert lora_config(LoraSection(rank=2), phi).targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    mixture = read_config(SMALL | dict(model_type="qwen3_moe", num_key_value_heads=2))
+    mixture = read_model_config(SMALL | dict(model_type="qwen3_moe", num_key_value_heads=2))
     assert lora_config(LoraSection(rank=2), mixture).targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     with pytest.raises(UserError, match=r"some of \('q_proj', .* for model_type 'qwen3_moe', got \['gate_proj'\]"):
         lora_config(LoraSection(rank=2, targets=["gate_proj"]), mixture)

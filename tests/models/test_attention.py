@@ -14,10 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from support.tiny_decoders import LLAMA, drawn
 
-from grpo_jax.models import attention
-from grpo_jax.models.attention import causal_rows, choose_attention
+from grpo_jax.models import attention, kernels
+from grpo_jax.models.attention import choose_attention, platform_of
 from grpo_jax.models.decoder import Decoder
-from grpo_jax.models.policy import Policy, platform_of
+from grpo_jax.models.kernels import causal_rows
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.positions import group_context, packed_context, prompt_context
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
@@ -65,13 +66,13 @@ def calls(monkeypatch):
         made.append(query.shape[:2])
         return causal_rows(query, *rest)
 
-    monkeypatch.setattr(attention, "causal_rows", counted)
+    monkeypatch.setattr(kernels, "causal_rows", counted)
     return made
 
 
-@pytest.mark.parametrize(("length", "steps", "rows"), [(6, 130, [(2, 136)]), (140, 130, [(1, 140)]), (6, 20, [])])
+@pytest.mark.parametrize(("length", "steps", "rows"), [(6, 130, [(2, 136)]), (140, 130, [(1, 140)])])
 def test_prompts_and_completions_are_rows_of_a_kernel(length, steps, rows, calls):
-    """States and gradients are those of products. Prompts longer than their completions run alone, few tokens never."""
+    """States and gradients are those of products. Prompts longer than their completions run alone."""
     config = PLAIN
     variables = drawn(config)
     rng = np.random.default_rng(1)
@@ -95,11 +96,11 @@ def test_prompts_and_completions_are_rows_of_a_kernel(length, steps, rows, calls
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-3), kernel, outcome("blocks"))
 
 
-def test_a_window_and_packed_rows_are_left_to_products(calls):
-    context = prompt_context(LLAMA, jnp.ones((1, 140), bool))
+def test_a_window_few_tokens_and_packed_rows_are_left_to_products(calls):
+    context, few = (prompt_context(LLAMA, jnp.ones((1, count), bool)) for count in (140, 20))
     prompts = prompt_context(PLAIN, jnp.ones((1, 4), bool))
     packed = packed_context(prompts, jnp.tile(jnp.arange(65), 2)[None, None], jnp.ones((1, 1, 130), bool))
-    for model, of_row, count in ((LLAMA, context.context, 140), (PLAIN, packed, 134)):
+    for model, of_row, count in ((LLAMA, context.context, 140), (PLAIN, few.context, 20), (PLAIN, packed, 134)):
         decoder = Decoder(model, attention="cuda")
         jax.eval_shape(decoder.apply, drawn(model), jnp.ones((1, count), jnp.int32), of_row)
     assert calls == []

@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from support.tiny_decoders import LLAMA, drawn
 
 from grpo_jax.models import policy as policies
-from grpo_jax.models.attention import Context, LayerInput, Tokens, attend_streams
-from grpo_jax.models.cache import Rows
+from grpo_jax.models.attention import Context, LayerInput, RowState, Tokens, attend_streams
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
@@ -87,7 +86,7 @@ def has_kernel(config=WIDE, group=2, rows=False, cached=None, **options):
         prefix = policy.prefill(variables, ones, ones)
         cache = policy.init_cache(1, group, 8, cached)
         if rows:
-            cache = cache._replace(rows=Rows(jnp.zeros((1, group, 8), bool), jnp.full((1, group), 8)))
+            cache = cache._replace(rows=RowState(jnp.zeros((1, group, 8), bool), jnp.full((1, group), 8)))
         return policy.decode_step(policy.unstack(variables), prefix, ones[:, :group], cache)
 
     return "decode_attention" in str(jax.make_jaxpr(step)(drawn(config)))

@@ -20,16 +20,16 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import gpt2, llama
 from grpo_jax.models.architectures.gpt2 import GPT2Config
-from grpo_jax.models.hf.peft import load_adapters
+from grpo_jax.models.hf.peft import load_adapters, lora_config
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
-from grpo_jax.models.policy import Policy, lora_config
+from grpo_jax.models.policy import Policy
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.training.optimizer import make_optimizer
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference, saved_parts
 from grpo_jax.training.update import make_update
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
-PROJECTIONS, GPT2_PROJECTIONS = map(tuple, (llama.PROJECTIONS, gpt2.PROJECTIONS))
+PROJECTIONS, GPT2_PROJECTIONS = map(tuple, (llama.LLAMA_ARCHITECTURE.projections, gpt2.GPT2_ARCHITECTURE.projections))
 
 
 def bytes_of(tree):

@@ -11,7 +11,8 @@ from support import tiny_update
 
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core import losses
-from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import make_loss_scale
 from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
 from grpo_jax.training.state import init_state, restored_state, saved_parts
 from grpo_jax.training.update import make_train_step

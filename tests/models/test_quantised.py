@@ -9,7 +9,6 @@ pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 from support import tiny_update
 from support.tiny_decoders import merged_params
 
-from grpo_jax.config.fields import to_dict
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
 from grpo_jax.core.logprobs import token_logprobs
@@ -101,4 +100,4 @@ def test_what_cannot_be_is_refused():
         PolicySection(quantised="int8", lora=LoraSection(rank=2), mesh=MeshSection(fsdp=2)),
     ):
         with pytest.raises(UserError, match=r"policy\.quantised: expected none without policy\.lora"):
-            make_config(task="text", policy=to_dict(policy))
+            make_config(task="text", policy=policy.model_dump())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.architectures import read_config
+from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.decoder import init_variables
 
 LLAMA = dict(
@@ -55,7 +55,7 @@ def without(fields, name):
         (GEMMA2 | dict(final_logit_softcapping=0), "final_logit_softcapping: expected a finite number > 0, got 0"),
         (GEMMA3 | dict(rope_parameters=dict(rope_theta=1e6)), "rope_parameters.rope_theta: expected a table of fields"),
         (GEMMA3 | dict(rope_parameters=dict(chunked={})), r"rope_parameters: expected full_attention and .*chunked"),
-        (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
+        (GPT2 | dict(activation_function="swoosh"), "activation_function.*swoosh"),
         (GPT2 | dict(n_head=5), "n_embd: expected a multiple of n_head=5, got 768"),
         (GPT2 | dict(n_layer=None), "lacks n_layer"),
         (
@@ -70,7 +70,7 @@ def without(fields, name):
 )
 def test_unsupported_fields_are_refused_by_name(fields, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        read_config(fields)
+        read_model_config(fields)
 
 
 YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=1024)
@@ -98,12 +98,12 @@ def test_what_a_folder_leaves_out_is_as_transformers_has_it(fields):
     """All but how many positions there are, which transformers makes up."""
     transformers = pytest.importorskip("transformers")
     whole = transformers.AutoConfig.for_model(**fields).to_dict()
-    ours, theirs = (dataclasses.replace(read_config(one), max_positions=None) for one in (fields, whole))
+    ours, theirs = (dataclasses.replace(read_model_config(one), max_positions=None) for one in (fields, whole))
     assert ours == theirs
 
 
 def drawn(fields):
-    return jax.jit(lambda key: init_variables(read_config(fields), key)["params"])(jax.random.key(3))
+    return jax.jit(lambda key: init_variables(read_model_config(fields), key)["params"])(jax.random.key(3))
 
 
 def test_llamas_weights_are_drawn_as_the_config_says():

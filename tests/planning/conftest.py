@@ -11,7 +11,7 @@ from grpo_jax.training.memory import GIB
 @pytest.fixture
 def not_compiled(monkeypatch):
     """Every program takes 3 GiB."""
-    monkeypatch.setattr(plan, "report", lambda *_: Report(GIB, 3 * GIB, 0, Work(1e12, 1e9)))
+    monkeypatch.setattr(plan, "report_program", lambda *_: Report(GIB, 3 * GIB, 0, Work(1e12, 1e9)))
 
 
 @pytest.fixture(scope="module", autouse=True)

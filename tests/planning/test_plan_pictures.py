@@ -10,13 +10,12 @@ from support.vision.folders import SETTINGS, picture, write_rows
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
-from grpo_jax.models.architectures import read_config
+from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.planning import memory as plan
-from grpo_jax.planning.memory import read_shape, read_shown
+from grpo_jax.planning.memory import held_memory, read_shape, read_shown
 from grpo_jax.train import main
-from grpo_jax.training.memory import Shown, tree_bytes, update_program
+from grpo_jax.training.memory import Shown, state_shapes, tree_bytes, update_program
 
 TINY = {
     **QWEN2_FIELDS,
@@ -34,7 +33,7 @@ SMALL = (
     *("--data.max_prompt_tokens=24", "--training.grad_accumulation_steps=2", "--training.inner_epochs=1"),
 )
 LORA = ("--policy.lora.rank=2", "--policy.frozen_dtype=bfloat16")
-MODEL = read_config(TINY)
+MODEL = read_model_config(TINY)
 TOWER = jax.eval_shape(lambda: init_tower(MODEL.vision, jax.random.key(0)))
 ONE = Shown(prompt=1, observations=0, patches=64)
 
@@ -43,8 +42,8 @@ def configured(*arguments):
     return parse(["--task=text", *SMALL, *arguments])
 
 
-def policy_memory(*arguments):
-    return plan.policy_memory(*arguments)[0]
+def held(config, *, pictures=False):
+    return held_memory(config, state_shapes(config, MODEL, None, pictures=pictures))
 
 
 @pytest.fixture
@@ -56,23 +55,23 @@ def folder(tmp_path):
     return tmp_path / "policy"
 
 
-def test_a_tower_is_counted_where_there_are_pictures(not_compiled):
-    text, seen = (policy_memory(configured(), MODEL, None, shown) for shown in (None, ONE))
+def test_a_tower_is_counted_where_there_are_pictures():
+    text, seen = (held(configured(), pictures=pictures) for pictures in (False, True))
     assert seen.weights - text.weights == tree_bytes(TOWER)
     assert (seen.trained, seen.optimizer) == (text.trained, text.optimizer)
-    narrow = policy_memory(configured("--policy.frozen_dtype=bfloat16"), MODEL, None, ONE)
+    narrow = held(configured("--policy.frozen_dtype=bfloat16"), pictures=True)
     assert seen.weights - narrow.weights == tree_bytes(TOWER) // 2
 
 
-def test_a_trained_tower_has_moments(not_compiled):
-    text, trained = policy_memory(configured(), MODEL), policy_memory(configured("--policy.vision=train"), MODEL)
+def test_a_trained_tower_has_moments():
+    text, trained = held(configured()), held(configured("--policy.vision=train"))
     assert trained.trained - text.trained == trained.parameters - text.parameters == count_weights(TOWER)
     assert trained.optimizer - text.optimizer == 2 * tree_bytes(TOWER)
 
 
-def test_adapters_on_the_tower_are_trained(not_compiled):
-    text = policy_memory(configured(*LORA), MODEL)
-    both = policy_memory(configured(*LORA, "--policy.lora.vision=true"), MODEL)
+def test_adapters_on_the_tower_are_trained():
+    text = held(configured(*LORA))
+    both = held(configured(*LORA, "--policy.lora.vision=true"))
     kernels = {"qkv": (16, 48), "proj": (16, 16), "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16)}
     adapters = sum(2 * 2 * sum(shape) for shape in kernels.values())  # two layers of rank 2
     assert both.trained - text.trained == adapters
@@ -112,7 +111,5 @@ def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):
     with pytest.raises(UserError, match=r"policy.path: expected a model that has a vision tower"):
         read_shown(config, text)
     words = parse([*SMALL, f"--policy.path={folder}", "--task=text"])
-    assert read_shown(words, MODEL) == (
-        None,
-        [f"vision tower: {size:,} parameters, not loaded (prompts are text); an export copies them"],
-    )
+    line = f"vision tower: {size:,} parameters, not loaded (prompts are text); an export copies them"
+    assert read_shown(words, MODEL) == (None, line)

@@ -9,23 +9,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import pytest
 from support.vision.folders import SETTINGS
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.core.trie import make_trie
-from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, read_shape, read_shown
-from grpo_jax.planning.programs import compile_program, report, run_programs
+from grpo_jax.planning.programs import compile_program, report_program, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
-from grpo_jax.sampling.ranking import make_ranker
-from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.samplers import sampling_params, stop_table
-from grpo_jax.training.memory import Program, state_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "targets"))
 
@@ -135,7 +127,7 @@ def configured(case, folder):
 def test_a_runs_programs_compile(case, target, tmp_path):
     config = configured(case, tmp_path)
     section = config.policy.mesh
-    chosen = Target(target, 1, section.size)
+    chosen = Target(target, section.size)
     devices = open_devices(chosen)
     mesh = make_mesh(section.fsdp, section.tensor, devices) if section.size > 1 else None
     model = read_shape(config.policy.path)
@@ -144,7 +136,7 @@ def test_a_runs_programs_compile(case, target, tmp_path):
     assert programs.keys() - {"vision", "turn", "logprobs"} == {"sample", "update"}
     assert ("turn" in programs) == (config.sampling.turns > 1)
     for program in programs.values():
-        compiled = report(program, chosen, devices[0], section.size)
+        compiled = report_program(program, chosen, devices[0], section.size)
         assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.work.flops > 0
 
 
@@ -161,7 +153,7 @@ WIDE = (  # of sizes that no array of tokens has
 def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, target, tmp_path):
     case = Case("frozen", WIDE, (*TEXT, *LORA, "--training.chunk_prompts=1", f"--policy.quantised={quantised}"))
     config = configured(case, tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     programs = run_programs(config, model, None, None, chosen.platform)
     layers = [name for name in programs["sample"].arguments[0]["params"] if name.startswith("layers")]
     assert layers == ["layers_0", "layers_1"]
@@ -172,47 +164,11 @@ def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, targe
         assert reading.kernels > 0 and reading.weight_copies == 0
 
 
-def listed_texts(vocabulary):
-    """The tree of 200 texts of three tokens, some with a common beginning."""
-    return make_trie([[2 + i % 10, 20 + i % 40, 100 + i] for i in range(200)], vocab_size=vocabulary)
-
-
-def sampler_of(kind, policy, params, vocabulary):
-    """A sampler of constrained texts, by its name."""
-    trie = listed_texts(vocabulary)
-    if kind == "trie":
-        return make_sampler(policy, params, eos_ids=(1,), pad_id=0, trie=trie)
-    pieces = [bytes([i % 128]) for i in range(vocabulary)]
-    stops = stop_table(["\n\n", "END"], pieces, pieces)
-    allowed = np.arange(vocabulary) % 3 > 0
-    return make_sampler(policy, params, eos_ids=(1,), pad_id=0, stops=stops, allowed_tokens=allowed)
-
-
-@pytest.mark.targets
-@pytest.mark.parametrize("kind", ["stop strings", "trie", "ranking"])
-def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
-    config = configured(Case(kind, QWEN2, (*TEXT, *BFLOAT16, "--sampling.top_k=50", "--sampling.top_p=.9")), tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
-    policy = Policy.from_section(config.policy, model, None, chosen.platform)
-    params = sampling_params(config.sampling, 4, 1.0)
-    prompts = np.ones((8, 128), np.int32)
-    given = (prompts, prompts > 0)
-    if kind == "ranking":
-        write = make_ranker(policy, pad_id=0, trie=listed_texts(model.vocab_size))
-    else:
-        write = sampler_of(kind, policy, params, model.vocab_size)
-        given = (*given, jax.random.split(jax.random.key(0), len(prompts)))
-    variables = state_shapes(config, model, None).variables
-    program = Program(jax.jit(lambda variables: write(variables, *given)), (variables,), params.max_new_tokens)
-    compiled = report(program, chosen, open_devices(chosen)[0])
-    assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.work.flops > 0
-
-
 @pytest.mark.targets
 def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path):
     """Forward and backward; no scores or masks of a row of 428 tokens are held."""
     config = configured(Case("long", QWEN2, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=301")), tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["update"]
     text = compile_program(program, chosen, open_devices(chosen)[0]).as_text()
     assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', text)) >= 3
@@ -225,7 +181,7 @@ def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
     """Of two layers, those of the head and of the draw counted; none moves a layer's keys or values."""
     two = HALF_BILLION | {"num_hidden_layers": 2}
     config = configured(Case("decoding", two, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=128")), tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["sample"]
     compiled = compile_program(program, chosen, open_devices(chosen)[0])
     assert "/layers_1/decode_attention/pallas_call" in compiled.as_text()

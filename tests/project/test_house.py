@@ -77,6 +77,14 @@ def test_no_circle_of_modules():
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the modules
 
 
+def test_the_picture_of_the_rooms_is_that_of_the_imports(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import make_architecture
+
+    assert make_architecture.render() == make_architecture.TARGET.read_text(encoding="utf-8")
+    assert make_architecture.room_graph().keys() - {"bridges"} == set(ROOMS) - {"errors", "rewards"}
+
+
 def test_the_core_is_jax_alone():
     core = [name for name in OURS if room_of(name) == "core"]
     refuse(core, lambda _, found: is_foreign(found.module, "jax", "numpy", "grpo_jax"))
@@ -151,7 +159,7 @@ def test_no_task_is_known_by_name():
         for word in TASKS.findall(path.read_text(encoding="utf-8"))
     }
     extras = {("errors.py", "recommendation")}
-    assert found == {("config/help.py", "miniature")} | extras
+    assert found == {("config/command_line.py", "miniature")} | extras
 
 
 # ----------------------------------------------------------------------------------------------------- what is loaded

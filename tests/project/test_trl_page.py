@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.fields import flat, to_dict
+from grpo_jax.config.fields import flat
 from grpo_jax.config.other_names import (
     COMMAND,
     GRPO_CONFIG,
@@ -53,7 +53,7 @@ def test_every_argument_of_its_trainer_is_in_the_table():
 
 
 def test_every_place_is_a_field_that_takes_a_value():
-    values = to_dict(make_config(task="text"))
+    values = make_config(task="text").model_dump()
     in_force = flat(values) | values | {"policy.lora": values["policy"]["lora"], "policy.lora.rank": 4}
     settings = set()
     for entry in TRL.values():
@@ -64,7 +64,7 @@ def test_every_place_is_a_field_that_takes_a_value():
         given = {field: setting.partition(": ")[2] or in_force[field] for field, setting in chosen.items()}
         texts = {field: value if isinstance(value, str) else json.dumps(value) for field, value in given.items()}
         words = [f"--{field}={text}" for field, text in texts.items()]
-        config = flat(to_dict(parse(["--task=text", *words, "--policy.lora.rank=4"])))
+        config = flat(parse(["--task=text", *words, "--policy.lora.rank=4"]).model_dump())
         assert all(config[field] == value for field, value in given.items() if field in config and value is not None)
 
 

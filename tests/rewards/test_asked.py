@@ -11,11 +11,12 @@ import pytest
 from support.text_task import rows, train_here
 
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.fields import to_dict
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.prompts import read_prompt
+from grpo_jax.rollout.reward_registry import TaskRewards, resolve_rewards
+from grpo_jax.rollout.rewards import make_score, with_arguments
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -59,13 +60,13 @@ def own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(place, own, tmp_path_factory):
     """Two iterations over texts and conversations whose rewards are named in all ways that a config has."""
-    length = {"name": "grpo_jax.rewards:target_length", "weight": 0.5}
+    length = {"name": "grpo_jax.rewards:length_penalty", "weight": 0.5}
     trl = [{"name": f"{own}:{name}", "messages": messages} for name, messages in TRL.items()]
     rewards = [
         f"{own}:seen",
         f"{own}:late",
-        {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
-        {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
+        {**length, "options": {"start": 0, "end": 3, "unit": "tokens"}, "label": "three"},
+        {**length, "options": {"start": 0, "end": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         *trl,
     ]
     home = tmp_path_factory.mktemp("asked")
@@ -118,9 +119,8 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
 
 def test_two_rewards_of_one_function_have_a_label_each(finished, table):
     lengths = np.array(table["length"])
-    for label, target in (("three", 3), ("six", 6)):
-        expected = np.maximum(0, 1 - abs(lengths - target) / target)
-        np.testing.assert_allclose(table[f"reward/{label}"], expected, rtol=1e-6)
+    for label, end in (("three", 3), ("six", 6)):
+        np.testing.assert_allclose(table[f"reward/{label}"], -np.minimum(1, lengths / end), rtol=1e-6)
     saved = load_config(finished / "config.yaml")
     assert [reward.called for reward in saved.rewards][:4] == ["seen", "late", "three", "six"]
     assert saved.rewards[3].condition_on == "three"
@@ -131,7 +131,28 @@ def test_rewards_are_named_by_plain_texts():
     for words in (["--rewards", "a.py:f", "b:g"], ["--rewards=a.py:f, b:g"], ["--rewards=[a.py:f, b:g]"]):
         assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
     assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
-    assert to_dict(make_config(task="text", rewards="b:g"))["rewards"][0]["name"] == "b:g"
+    assert make_config(task="text", rewards="b:g").model_dump()["rewards"][0]["name"] == "b:g"
+
+
+def test_pictures_are_parts_of_prompt_messages():
+    seen = []
+
+    def look(prompts, completions):
+        seen.extend(prompts)
+        return [0.0] * len(completions)
+
+    asked = read_prompt([{"role": "user", "content": [{"type": "text", "text": "what?"}]}], [b"x"], None)
+    rows = [Row(0, asked.text, pictures=(), messages=asked.messages), Row(1, "plain")]
+    make_score({"look": with_arguments(look, {}, messages=True)}, {}, missing=False)(rows, [["x"], ["y"]], None)
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    assert seen == [[{"role": "user", "content": parts}], [{"role": "user", "content": "plain"}]]
+
+
+def test_a_tasks_own_reward_takes_texts():
+    source = TaskRewards({"own": lambda completions: [0.0]})
+    sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
+    with pytest.raises(UserError, match=r"rewards.own: messages is for rewards of your own"):
+        resolve_rewards(sections, (), source, ())
 
 
 # mistakes

@@ -9,7 +9,7 @@ from support.marked_tokenizers import words
 from support.text_task import train_here
 
 from grpo_jax.config.sections import DataSection
-from grpo_jax.models.architectures import read_config
+from grpo_jax.models.architectures import read_model_config
 from grpo_jax.rollout.encoding import make_encode
 
 IGNORES = "{% for m in messages %}<|im_start|>user\nHello<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
@@ -95,4 +95,4 @@ def scaled(positions, kind="rope_type", **scaling):
     ],
 )  # fmt: skip
 def test_positions_are_those_that_the_config_scales_to(fields, expected):
-    assert read_config(LLAMA | fields).context_length == expected
+    assert read_model_config(LLAMA | fields).context_length == expected

@@ -5,7 +5,7 @@ from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.tokens import plain_tokens, special_ids, texts_encoder
+from grpo_jax.models.hf.chat import plain_tokens, special_ids, texts_encoder
 
 ORDINARY = [
     "a red fox",

@@ -10,7 +10,8 @@ from support import tiny_update
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
-from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import make_loss_scale
 from grpo_jax.runs.stopping import nothing_learned
 from grpo_jax.train import main
 from grpo_jax.training.state import init_state

@@ -8,10 +8,9 @@ import pytest
 from support.marked_tokenizers import TOKENIZERS
 from support.tiny_decoders import tiny
 
-from grpo_jax.models.hf.tokens import token_pieces
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.samplers import START, stop_table
+from grpo_jax.sampling.samplers import START, stop_table, token_pieces
 from grpo_jax.sampling.token_choice import SamplingParams
 
 EOS, PAD = 3, 0

@@ -6,8 +6,7 @@ from support.marked_tokenizers import TOKENIZERS
 from support.tiny_models import VISION_TOKENS, chat_tokenizer
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import observation_encoder
-from grpo_jax.models.hf.tokens import plain_tokens, special_ids
+from grpo_jax.models.hf.chat import observation_encoder, plain_tokens, special_ids
 
 CHATS = ["qwen2", "llama3"]
 SAID = ["a red fox", "42", "two\n\nlines", "7316940582", "2850491637"]

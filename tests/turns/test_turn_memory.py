@@ -32,6 +32,6 @@ def test_a_plan_compiles_the_last_turn_too(monkeypatch):
         asked.append(program.function.lower(*program.arguments).as_text().count("while"))
         return Report(0, 2**20 * len(asked), 0, Work())
 
-    monkeypatch.setattr(plan, "report", counted)
-    memory, programs = plan.policy_memory(config, model)
+    monkeypatch.setattr(plan, "report_program", counted)
+    memory, programs = plan.plan_policy(config, model)
     assert "turn" in programs and len(asked) == len(programs) and memory.sampling >= 2 * 2**20

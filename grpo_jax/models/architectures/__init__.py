@@ -5,16 +5,22 @@ A new architecture is a file that ends in its `Architecture`, and its row here.
 
 from grpo_jax.models.architectures import gpt2, llama
 from grpo_jax.models.architectures import llama_variants as variants
-from grpo_jax.models.architectures.architecture import Architecture
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import DecoderConfig
-from grpo_jax.models.hf_config import Fields, expect
+from grpo_jax.models.hf_config import ConfigJson, expect
+from grpo_jax.models.layers import Architecture
 
 ModelConfig = DecoderConfig | GPT2Config
 
 _TABLE = (
-    *(llama.ARCHITECTURE, variants.SMOLLM3_ARCHITECTURE, variants.PHI3_ARCHITECTURE, variants.QWEN3_MOE_ARCHITECTURE),
-    *(variants.GEMMA2_ARCHITECTURE, variants.GEMMA3_ARCHITECTURE, llama.QWEN_VL_ARCHITECTURE, gpt2.ARCHITECTURE),
+    llama.LLAMA_ARCHITECTURE,
+    variants.SMOLLM3_ARCHITECTURE,
+    variants.PHI3_ARCHITECTURE,
+    variants.QWEN3_MOE_ARCHITECTURE,
+    variants.GEMMA2_ARCHITECTURE,
+    variants.GEMMA3_ARCHITECTURE,
+    llama.QWEN_VL_ARCHITECTURE,
+    gpt2.GPT2_ARCHITECTURE,
 )
 ARCHITECTURES: dict[str, Architecture] = {
     model_type: architecture for architecture in _TABLE for model_type in architecture.model_types
@@ -26,7 +32,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     return ARCHITECTURES[config.model_type]
 
 
-def read_config(fields: Fields) -> ModelConfig:
+def read_model_config(fields: ConfigJson) -> ModelConfig:
     """Read the contents of a ``config.json``; ValueError names a field that is missing or not supported."""
     model_type = fields.get("model_type")
     known = isinstance(model_type, str) and model_type in ARCHITECTURES

@@ -11,9 +11,8 @@ import numpy as np
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture, Naming
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
-from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
+from grpo_jax.models.layers import ACTIVATIONS, COLUMNS, FUSED, ROWS, Architecture, LayerNorm, Naming, Projection
 from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
@@ -53,6 +52,8 @@ class GPT2Config:
     tie_word_embeddings: bool = True  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
     vision: ClassVar[None] = None
+    logit_softcap: ClassVar[None] = None
+    embedding_scale: ClassVar[float] = 1.0
 
     def __post_init__(self):
         whole = self.hidden_size % self.num_heads == 0
@@ -76,7 +77,7 @@ class GPT2Config:
         return self.num_heads
 
     @classmethod
-    def from_hf(cls, config: hf_config.Fields) -> "GPT2Config":
+    def from_hf(cls, config: hf_config.ConfigJson) -> "GPT2Config":
         """Read the contents of a ``config.json``; ValueErrors name the field that is missing or unsupported.
 
         Every field that changes what the decoder computes is honoured or refused. Dropouts (``resid_pdrop``,
@@ -84,7 +85,7 @@ class GPT2Config:
         distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they always are here. The
         ``summary_*`` fields belong to a head that a causal language model lacks.
         """
-        fields = hf_config.checked(config, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
+        fields = hf_config.check_fields(config, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],
@@ -101,7 +102,7 @@ class GPT2Config:
         )
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One layer over prompts and completions at once (see ``attend_streams``)."""
 
     config: GPT2Config
@@ -160,18 +161,16 @@ def _initial_stddev(config: GPT2Config, name: str) -> float:
     return config.initializer_range
 
 
-PROJECTIONS = {"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS}
-
-ARCHITECTURE = Architecture(
+GPT2_ARCHITECTURE = Architecture(
     model_types=(MODEL_TYPE,),
     config=GPT2Config,
     read=GPT2Config.from_hf,
-    block=Block,
+    block=GPT2Block,
     final_norm=_final_norm,
     learned_positions=True,
     rotation=lambda config, positions: None,
     layer_inputs=_layer_inputs,
-    projections=PROJECTIONS,
+    projections={"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS},
     initial_stddev=_initial_stddev,
     naming=Naming(
         prefixes=("transformer.", ""),

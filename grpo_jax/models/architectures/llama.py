@@ -10,9 +10,20 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
-from grpo_jax.models.architectures.architecture import COLUMNS, ROWS, Architecture, Naming
 from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
-from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
+from grpo_jax.models.layers import (
+    ACTIVATIONS,
+    COLUMNS,
+    ROWS,
+    Architecture,
+    Experts,
+    Naming,
+    Projection,
+    RMSNorm,
+    Router,
+    combine_experts,
+    sorted_by_expert,
+)
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision
@@ -107,7 +118,7 @@ class DecoderConfig:
         return max(self.max_positions, int(min(scaled, 2**31)))
 
     @classmethod
-    def from_hf(cls, config: hf_config.Fields) -> "DecoderConfig":
+    def from_hf(cls, config: hf_config.ConfigJson) -> "DecoderConfig":
         """Read a ``config.json``, flat or nested; fields that change the result are honoured or refused by name."""
         model_type = config["model_type"]
         hf_config.check_kinds(config, {"text_config": hf_config.TABLE, "tie_word_embeddings": hf_config.FLAG})
@@ -131,7 +142,7 @@ class DecoderConfig:
 
 
 def read_shared(
-    fields: hf_config.Fields,
+    fields: hf_config.ConfigJson,
     model_type: str,
     *,
     extra_kinds: Mapping[str, hf_config.Kind] = MappingProxyType({}),
@@ -144,7 +155,7 @@ def read_shared(
     `honoured` the fields of ``NEUTRAL`` whose other values it computes.
     """
     neutral = {name: values for name, values in hf_config.NEUTRAL.items() if name not in honoured}
-    fields = hf_config.checked(fields, {**_KINDS, **extra_kinds}, neutral, model_type, _REQUIRED)
+    fields = hf_config.check_fields(fields, {**_KINDS, **extra_kinds}, neutral, model_type, _REQUIRED)
     return {
         "vocab_size": fields["vocab_size"],
         "hidden_size": fields["hidden_size"],
@@ -162,7 +173,7 @@ def read_shared(
     }
 
 
-def _text_fields(config: hf_config.Fields, model_type: str) -> dict[str, Any]:
+def _text_fields(config: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     """The language model's fields; vision models since transformers 4.52 nest them in text_config."""
     if model_type not in VISION_TYPES or not config.get("text_config"):
         return {**_DEFAULTS.get(model_type, {}), **config}
@@ -172,7 +183,7 @@ def _text_fields(config: hf_config.Fields, model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _neutral(fields: hf_config.Fields, model_type: str) -> dict[str, tuple[Any, ...]]:
+def _neutral(fields: hf_config.ConfigJson, model_type: str) -> dict[str, tuple[Any, ...]]:
     """The values of fields that other model types have, and this one computes nothing else for."""
     neutral: dict[str, tuple[Any, ...]] = {} if model_type == "llama" else {"mlp_bias": (False,)}
     if model_type.startswith("qwen2"):
@@ -186,13 +197,13 @@ def _neutral(fields: hf_config.Fields, model_type: str) -> dict[str, tuple[Any, 
     return neutral
 
 
-def _head_dim(fields: hf_config.Fields) -> int:
+def _head_dim(fields: hf_config.ConfigJson) -> int:
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     hf_config.expect(width % heads == 0, "hidden_size", f"a multiple of num_attention_heads={heads}", width)
     return width // heads
 
 
-def _windows(fields: hf_config.Fields, model_type: str) -> tuple[int | None, ...]:
+def _windows(fields: hf_config.ConfigJson, model_type: str) -> tuple[int | None, ...]:
     """Window per layer, from layer_types or, in older folders, from max_window_layers."""
     layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
@@ -208,7 +219,7 @@ def _windows(fields: hf_config.Fields, model_type: str) -> tuple[int | None, ...
     return tuple(window if index >= first else None for index in range(layers))
 
 
-def same_window(fields: hf_config.Fields, window: int | None) -> tuple[int | None, ...]:
+def same_window(fields: hf_config.ConfigJson, window: int | None) -> tuple[int | None, ...]:
     """The same window, or none, for every layer; ValueError where layer_types says something else."""
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     kind = "full_attention" if window is None else "sliding_attention"
@@ -217,7 +228,7 @@ def same_window(fields: hf_config.Fields, window: int | None) -> tuple[int | Non
     return (window,) * layers
 
 
-def typed_windows(fields: hf_config.Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+def typed_windows(fields: hf_config.ConfigJson, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer whose type is ``sliding_attention``; None for ``full_attention``."""
     layers = fields["num_hidden_layers"]
     known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
@@ -229,7 +240,7 @@ def typed_windows(fields: hf_config.Fields, types: Sequence[str], window: int | 
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def _rope(fields: hf_config.Fields, model_type: str, half: int) -> RopeConfig:
+def _rope(fields: hf_config.ConfigJson, model_type: str, half: int) -> RopeConfig:
     """Rotation, in models that see pictures with the shares of time, row and column among the frequencies."""
     if model_type not in VISION_TYPES:
         return read_rope(fields)
@@ -250,7 +261,7 @@ def _rope(fields: hf_config.Fields, model_type: str, half: int) -> RopeConfig:
 Rotation = tuple[jax.Array, jax.Array]
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One layer over prompts and completions at once (see ``attend_streams``)."""
 
     config: DecoderConfig
@@ -347,7 +358,7 @@ class Block(nn.Module):
             weights, experts = self.router(states)
             rows, order, sizes = sorted_by_expert(states, experts, self.config.mixture.experts)
             inner = activation(self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
-            return mixed(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
+            return combine_experts(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
         gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
         return self.down_proj(activation(gate) * up)
 
@@ -391,7 +402,7 @@ def _layer_inputs(config: DecoderConfig) -> LayerInput:
     return inputs
 
 
-PROJECTIONS = {
+_PROJECTIONS = {
     "q_proj": COLUMNS,
     "k_proj": COLUMNS,
     "v_proj": COLUMNS,
@@ -416,16 +427,16 @@ NAMING = Naming(
     constants=r"(^|\.)rotary_emb\.inv_freq$",
 )
 
-ARCHITECTURE = Architecture(
+LLAMA_ARCHITECTURE = Architecture(
     model_types=TEXT_TYPES,
     config=DecoderConfig,
     read=DecoderConfig.from_hf,
-    block=Block,
+    block=LlamaBlock,
     final_norm=_norm,
     learned_positions=False,
     rotation=_rotation,
     layer_inputs=_layer_inputs,
-    projections=PROJECTIONS,
+    projections=_PROJECTIONS,
     initial_stddev=lambda config, name: config.initializer_range,
     naming=NAMING,
 )
@@ -434,7 +445,7 @@ ARCHITECTURE = Architecture(
 # Hub folders name the language model's tensors as a model of text would; the rest is what newer ones use.
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
 
-QWEN_VL_ARCHITECTURE = ARCHITECTURE._replace(
+QWEN_VL_ARCHITECTURE = LLAMA_ARCHITECTURE._replace(
     model_types=VISION_TYPES,
     naming=NAMING._replace(prefixes=_PREFIXES, beside=("visual.", "model.visual.")),
 )

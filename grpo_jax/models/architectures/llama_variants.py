@@ -6,8 +6,8 @@ from typing import Any
 
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import llama
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS
 from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window, typed_windows
+from grpo_jax.models.layers import COLUMNS, FUSED, ROWS
 from grpo_jax.models.rope import RopeConfig, read_rope
 
 # SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3).
@@ -20,7 +20,7 @@ _TURNS = hf_config.Kind(
 _SMOLLM3_EXTRA_KINDS = {"no_rope_layers": _TURNS, "no_rope_layer_interval": hf_config.LAYERS}
 
 
-def read_smollm3(config: hf_config.Fields) -> DecoderConfig:
+def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a SmolLM3's ``config.json``; ValueErrors name the field."""
     fields = {**_SMOLLM3_DEFAULTS, **config}
     shared = read_shared(fields, SMOLLM3, extra_kinds=_SMOLLM3_EXTRA_KINDS, honoured=("no_rope_layers",))
@@ -37,7 +37,7 @@ def read_smollm3(config: hf_config.Fields) -> DecoderConfig:
     )
 
 
-def _smollm_turns(fields: hf_config.Fields) -> tuple[bool, ...]:
+def _smollm_turns(fields: hf_config.ConfigJson) -> tuple[bool, ...]:
     """Whether each layer rotates queries and keys; ``no_rope_layers`` has a 1 for those that do."""
     layers, turns = fields["num_hidden_layers"], fields.get("no_rope_layers")
     if turns is None:
@@ -47,7 +47,7 @@ def _smollm_turns(fields: hf_config.Fields) -> tuple[bool, ...]:
     return tuple(map(bool, turns[:layers]))
 
 
-def _smollm_windows(fields: hf_config.Fields, turns: tuple[bool, ...]) -> tuple[int | None, ...]:
+def _smollm_windows(fields: hf_config.ConfigJson, turns: tuple[bool, ...]) -> tuple[int | None, ...]:
     """Windows by layer_types; without them for the layers that do not rotate."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     if fields.get("layer_types") is not None:
@@ -55,7 +55,7 @@ def _smollm_windows(fields: hf_config.Fields, turns: tuple[bool, ...]) -> tuple[
     return tuple(None if turned else window for turned in turns)
 
 
-SMOLLM3_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(SMOLLM3,), read=read_smollm3)
+SMOLLM3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(SMOLLM3,), read=read_smollm3)
 
 
 # Phi-3, Phi-3.5 and Phi-4-mini: Llama's layers with fused projections (Abdin et al. 2024, arXiv:2404.14219).
@@ -75,7 +75,7 @@ _PHI3_ROPE_KINDS = {
 _LONG = ("longrope", "su", "yarn")  # transformers takes the latter two, of older folders, for the first
 
 
-def read_phi3(config: hf_config.Fields) -> DecoderConfig:
+def read_phi3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a ``config.json`` of a Phi-3; ValueErrors name the field."""
     fields = {**_PHI3_DEFAULTS, **hf_config.not_null(config)}
     shared = read_shared(fields, PHI3, extra_kinds=_PHI3_EXTRA_KINDS, honoured=("partial_rotary_factor",))
@@ -88,7 +88,7 @@ def read_phi3(config: hf_config.Fields) -> DecoderConfig:
     )
 
 
-def _phi_rope(fields: hf_config.Fields, head_dim: int) -> RopeConfig:
+def _phi_rope(fields: hf_config.ConfigJson, head_dim: int) -> RopeConfig:
     """Rotation of a share of each head, with LongRoPE's table for short texts where the folder has one."""
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     hf_config.check_kinds(scaling, _PHI3_ROPE_KINDS, "rope_parameters.")
@@ -126,7 +126,7 @@ def _phi_longest(config: DecoderConfig) -> int | None:
     return config.rope.original_length or None
 
 
-PHI3_ARCHITECTURE = llama.ARCHITECTURE._replace(
+PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     model_types=(PHI3,),
     read=read_phi3,
     projections={"qkv_proj": FUSED, "o_proj": ROWS, "gate_up_proj": FUSED, "down_proj": ROWS},
@@ -160,7 +160,7 @@ _QWEN3_MOE_EXTRA_KINDS = {
 }
 
 
-def read_qwen3_moe(config: hf_config.Fields) -> DecoderConfig:
+def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
     fields = {**_QWEN3_MOE_DEFAULTS, **hf_config.not_null(config)}
     fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
@@ -192,7 +192,7 @@ def read_qwen3_moe(config: hf_config.Fields) -> DecoderConfig:
 
 _PARTS = ("gate", "up", "down")
 
-QWEN3_MOE_ARCHITECTURE = llama.ARCHITECTURE._replace(
+QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     model_types=(QWEN3_MOE,),
     read=read_qwen3_moe,
     projections={"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS, "o_proj": ROWS},
@@ -230,7 +230,7 @@ _GEMMA_EXTRA_KINDS = {
 }
 
 
-def read_gemma2(config: hf_config.Fields) -> DecoderConfig:
+def read_gemma2(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a Gemma 2's ``config.json``; ValueErrors name the field."""
     fields = {**_SOFTCAPS, **config}
     return _read_gemma(
@@ -243,7 +243,7 @@ def read_gemma2(config: hf_config.Fields) -> DecoderConfig:
     )
 
 
-def read_gemma3(config: hf_config.Fields) -> DecoderConfig:
+def read_gemma3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a Gemma 3 text model's ``config.json``: layers with a window rotate faster than those without."""
     far, near = _gemma_ropes(config)
     read = _read_gemma(
@@ -257,7 +257,7 @@ def read_gemma3(config: hf_config.Fields) -> DecoderConfig:
     return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
 
 
-def _read_gemma(fields: hf_config.Fields, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
+def _read_gemma(fields: hf_config.ConfigJson, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
     """Read the fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
     fields = {**_GEMMA_DEFAULTS, **hf_config.not_null(fields)}
     honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
@@ -279,12 +279,12 @@ def _read_gemma(fields: hf_config.Fields, model_type: str, *, pattern: int, **ch
     )
 
 
-def _gemma_cap(fields: hf_config.Fields, name: str) -> float | None:
+def _gemma_cap(fields: hf_config.ConfigJson, name: str) -> float | None:
     hf_config.check_kinds(fields, {name: hf_config.POSITIVE})
     return None if fields.get(name) is None else float(fields[name])
 
 
-def _gemma_ropes(fields: hf_config.Fields) -> tuple[RopeConfig, RopeConfig]:
+def _gemma_ropes(fields: hf_config.ConfigJson) -> tuple[RopeConfig, RopeConfig]:
     """The rotations of layers without and with a window: a table for each or, in older folders, two bases."""
     hf_config.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), hf_config.TABLE))
     tables = dict(fields.get("rope_parameters") or {})
@@ -298,5 +298,5 @@ def _gemma_ropes(fields: hf_config.Fields) -> tuple[RopeConfig, RopeConfig]:
     return read_rope(far, theta=1e6), read_rope(near, theta=1e4)
 
 
-GEMMA2_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(GEMMA2,), read=read_gemma2)
-GEMMA3_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(GEMMA3,), read=read_gemma3)
+GEMMA2_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(GEMMA2,), read=read_gemma2)
+GEMMA3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(GEMMA3,), read=read_gemma3)

@@ -1,17 +1,16 @@
 """Policies from Hugging Face folders, and back: the folder, its weights, adapters, exports."""
 
+from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.folder import (
     PolicyFolder,
     load_folder,
     load_tokenizer,
-    load_tower,
     load_weights,
     model_config,
     read_folder,
     resolve_folder,
     save_folder,
 )
-from grpo_jax.models.hf.tokens import Tokenizer
 from grpo_jax.models.hf.weights import shapes
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Tokenizer",
     "load_folder",
     "load_tokenizer",
-    "load_tower",
     "load_weights",
     "model_config",
     "read_folder",

@@ -1,22 +1,38 @@
-"""Conversations to tokens, with pictures and with an environment's replies, through the chat template."""
+"""Conversations to tokens, with pictures and with an environment's replies, through the chat template.
+
+Marks such as ``<|im_end|>`` come from a folder's template and never from what a user wrote. A tokenizer reads its marks
+wherever they stand in a text. A prompt whose marks are those of its template is encoded as a whole, as transformers
+does. Any other holds text that looks like a mark: its own text is then encoded apart, with the marks switched off.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import date
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_jax.errors import UserError, short_name, short_repr
-from grpo_jax.models.hf.tokens import Json, Tokenizer, failing, failures_named, render, texts_encoder
+from grpo_jax.errors import UserError, one_line, short_name, short_repr
+from grpo_jax.models.hf_config import failures_named
 from grpo_jax.models.vision.config import VisionConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = object
+
+Json = Any
 PICTURE = None  # among the parts of a message
 
-# Placeholders of texts in the search for a template's frame: digits, which templates leave alone.
+# Placeholders of texts in the search for a template's frame: digits, which templates that trim, capitalise or escape
+# leave alone.
 _PROBE = "7316940582"
 _WRITTEN = "2850491637"
 _ANSWERED = "6081527394"
+_UNKNOWN = "\ue000 \U00012000 qzxwvkj"
+"""Words that no vocabulary has: of nobody's script, of cuneiform, of Latin letters."""
 
 
 class Fixed(NamedTuple):
@@ -58,6 +74,150 @@ def picture_tokens(vision: VisionConfig) -> PictureTokens:
     return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
 
 
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of all marks: those with a name, and reserved ones, chat marks and the like."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {token for token, what in added if what.special}
+
+
+def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special ids that no text may become.
+
+    That is all but one that the tokenizer gives for unknown words. Some tokenizers name one and never give it: those
+    of bytes, to which no text is unknown.
+    """
+    unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if unknown is None or unknown in ends:
+        return special_ids(tokenizer)
+    unknown_ids = _encode(tokenizer, _UNKNOWN, split_special_tokens=True)
+    return frozenset(mark for mark in special_ids(tokenizer) if mark != unknown or mark not in unknown_ids)
+
+
+def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text by itself; what looks like a mark in it is text."""
+    marks, ids = text_marks(tokenizer), _encode(tokenizer, text)
+    if marks.isdisjoint(ids):
+        return ids
+    ids = _encode(tokenizer, text, split_special_tokens=True)
+    # A tokenizer of whole words finds marks among its words: they are unknown ones then.
+    unknown = [] if tokenizer.unk_token_id in (None, *marks) else [tokenizer.unk_token_id]
+    return [piece for token in ids for piece in (unknown if token in marks else [token])]
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False, **options: bool) -> list[int]:
+    with failures_named(f"the tokenizer of {_folder(tokenizer)} failed"):
+        return list(tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"])
+
+
+_DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Json]], *, today: date | None = None, **switches: Json
+) -> str:
+    """Render a conversation by the chat template in jinja's sandbox, with the answer left open.
+
+    A template that writes the date writes `today`, if given. `switches` are variables of the template. UserError if it
+    fails or writes nothing.
+    """
+    where = f"the chat template of {_folder(tokenizer)} (chat_template.jinja, or in tokenizer_config.json)"
+    try:
+        template = tokenizer.get_chat_template(tools=switches.get("tools"))
+        if today is not None:
+            template = _DATE.sub(lambda call: repr(today.strftime(call[2])), template)
+        text = tokenizer.apply_chat_template(
+            [*messages], chat_template=template, tokenize=False, add_generation_prompt=True, **switches
+        )
+    except Exception as error:  # a template raises what it likes
+        raise UserError(f"{where} failed ({type(error).__name__}: {one_line(error)}): fix or replace it") from error
+    if not text.strip():
+        raise UserError(f"{where} writes nothing for a user's turn: fix or replace it")
+    return text
+
+
+def texts_encoder(
+    tokenizer: Tokenizer,
+    render: Callable[[Sequence[str]], str],
+    count: int,
+    *,
+    add_special_tokens: bool,
+    vocab_size: int | None = None,
+    further_marks: Collection[int] = (),
+) -> Callable[[Sequence[str]], list[int]]:
+    """Return encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts alone.
+
+    `render` puts `count` texts into their frame: a chat template, an instruction. No text becomes a special token or
+    one of `further_marks`. UserError where the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
+    text like a mark stands inside a template that does not keep it apart.
+    """
+    marks = text_marks(tokenizer) | frozenset(further_marks)
+
+    def marks_in(ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in marks]
+
+    fillers = [f"{_PROBE}{number:04d}" for number in range(count)]
+    frame = render(fillers)
+    whole_frame = _encode(tokenizer, frame, add_special_tokens=add_special_tokens)
+    expected = marks_in(whole_frame)
+
+    def apart(text: str, texts: Sequence[str]) -> list[int] | None:
+        """Encode the texts by themselves; None where the template does not show them as they are."""
+        cut = _around(frame, fillers, text, texts)
+        if cut is None:
+            return None
+        before, after = _added(whole_frame, _encode(tokenizer, frame))
+        parts = [plain_tokens(tokenizer, part) if i % 2 else _encode(tokenizer, part) for i, part in enumerate(cut)]
+        ids = [*before, *itertools.chain.from_iterable(parts), *after]
+        return ids if marks_in(ids) == expected else None
+
+    def encode(texts: Sequence[str]) -> list[int]:
+        text = render(texts)
+        ids: list[int] | None = _encode(tokenizer, text, add_special_tokens=add_special_tokens)
+        if marks_in(ids or ()) != expected:
+            ids = apart(text, texts)
+        prompt = f"prompt {short_repr(max(texts, key=len, default=''))}"
+        if ids is None:
+            raise UserError(
+                f"{prompt} holds text that the tokenizer of {_folder(tokenizer)} reads as a mark, and "
+                "its template does not keep them apart: take it out"
+            )
+        if not ids:
+            raise UserError(f"{prompt} has no tokens in the tokenizer of {_folder(tokenizer)}")
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise UserError(
+                f"the tokenizer of {_folder(tokenizer)} gives token {max(ids)}, and the model has {vocab_size} "
+                "(config.json, vocab_size): it is another model's tokenizer"
+            )
+        return ids
+
+    return encode
+
+
+def _around(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
+    """Split a rendered text into frame, text, frame, …; None unless each text stands there once, perhaps stripped."""
+    any_filler = "|".join(fillers) or r"(?!)"
+    shown = re.findall(any_filler, frame)
+    if sorted(shown) != [*fillers]:
+        return None
+    given = [texts[fillers.index(filler)] for filler in shown]
+    frames = [f"({re.escape(part)})" for part in re.split(any_filler, frame)]
+    parts = [f"({re.escape(one)}|{re.escape(one.strip())})" for one in given]
+    match = re.fullmatch("".join(map("".join, itertools.zip_longest(frames, parts, fillvalue=""))), text)
+    return None if match is None else [*match.groups()]
+
+
+def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and behind a text."""
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def _folder(tokenizer: Tokenizer) -> str:
+    return getattr(tokenizer, "name_or_path", "") or "the policy"
+
+
 def conversation_encoder(
     tokenizer: Tokenizer,
     *,
@@ -75,7 +235,7 @@ def conversation_encoder(
     Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
     the messages.
     """
-    as_text: Callable[..., str] = functools.partial(render, tokenizer, **switches) if chat else _continued
+    as_text: Callable[..., str] = functools.partial(render_chat, tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
     knows_pictures = (
@@ -189,7 +349,7 @@ def observation_encoder(
         """The template's text behind the policy's where this is said then."""
         turns = (("user", _PROBE), ("assistant", _WRITTEN), *((role, content) for content in contents))
         messages = [{"role": who, "content": what} for who, what in turns]
-        return render(tokenizer, messages, **switches).partition(_WRITTEN)[2]
+        return render_chat(tokenizer, messages, **switches).partition(_WRITTEN)[2]
 
     @functools.cache
     def framed(count: int, messages: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
@@ -212,9 +372,7 @@ def observation_encoder(
                 f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} shows no second turn of a "
                 f"{role}: sampling.turns must be 1"
             )
-        with failures_named(failing(tokenizer)):
-            before = tokenizer(head, add_special_tokens=False)["input_ids"]
-        return encoder(render=rendered), not set(eos_ids).isdisjoint(before)
+        return encoder(render=rendered), not set(eos_ids).isdisjoint(_encode(tokenizer, head))
 
     def encode(answer: str | Sequence[str], ended: bool, pictures: Sequence[int] = ()) -> list[int]:
         messages = (answer,) if isinstance(answer, str) else answer

@@ -17,21 +17,21 @@ from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
-from grpo_jax.models.architectures import ModelConfig, read_config
-from grpo_jax.models.hf.tokens import Tokenizer, as_user_error, failures_named
+from grpo_jax.models.architectures import ModelConfig, read_model_config
+from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
     name_table,
     new_folder,
-    read_json,
+    read_json_file,
     read_params,
     refuse_foreign,
     tower_table,
     weight_files,
     write_shard,
 )
-from grpo_jax.models.hf_config import Fields, expect
+from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failures_named
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -58,9 +58,10 @@ def load_folder(
 
     A `param_dtype` of None keeps the folder's.
     """
-    policy = load_weights(read_folder(folder, tokenizer=tokenizer), param_dtype=param_dtype)
+    policy = read_folder(folder, tokenizer=tokenizer)
+    policy = policy._replace(params=load_weights(policy, param_dtype=param_dtype))
     if vision and policy.config.vision is not None:
-        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype))
+        policy = policy._replace(visual=load_weights(policy, param_dtype=param_dtype, tower=True)[VISUAL])
     return policy
 
 
@@ -70,7 +71,7 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
-    raw = read_json(folder / "config.json")
+    raw = read_json_file(folder / "config.json")
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
@@ -78,26 +79,20 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 
 
 def load_weights(
-    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
-) -> PolicyFolder:
-    """Load the parameters of a policy that `read_folder` gave; arguments and errors as of `load_folder`.
-
-    `put` takes the parameters from host memory to their devices; None copies them to the first.
-    """
-    return read._replace(params=(put or copied)(_read_weights(read, param_dtype)))
-
-
-def load_tower(
-    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
+    read: PolicyFolder,
+    *,
+    param_dtype: str | None = "float32",
+    put: Callable[[PyTree], PyTree] | None = None,
+    tower: bool = False,
 ) -> dict[str, PyTree]:
-    """Load the parameters of a folder's vision tower; `put` takes ``{"visual": parameters}``."""
-    return (put or copied)(_read_weights(loaded, param_dtype, tower=True))[VISUAL]
+    """Load the parameters of a policy that `read_folder` gave, or its vision tower's as ``{"visual": parameters}``.
 
-
-def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool = False) -> PyTree:
+    `put` takes them from host memory to their devices; None copies them to the first.
+    """
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
-    with as_user_error(f"cannot load the policy in {loaded.path}", UserError):
-        return read_params(loaded.config, TensorFiles(weight_files(loaded.path)), dtype, tower=tower)
+    with as_user_error(f"cannot load the policy in {read.path}", UserError):
+        params = read_params(read.config, TensorFiles(weight_files(read.path)), dtype, tower=tower)
+    return (put or copied)(params)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -120,7 +115,7 @@ def _processor_template(folder: Path) -> str | None:
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
-    template = read_json(path).get("chat_template")
+    template = read_json_file(path).get("chat_template")
     with as_user_error(str(path), ValueError):
         expect(isinstance(template, str), "chat_template", "text", template)
     return template
@@ -198,19 +193,19 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def model_config(folder: Path, raw: Fields) -> ModelConfig:
+def model_config(folder: Path, raw: ConfigJson) -> ModelConfig:
     """The decoder's config from a ``config.json``; UserError names a field that is not supported."""
     kinds = ValueError, TypeError, LookupError, ArithmeticError, AttributeError
     with as_user_error(f"{folder}/config.json", *kinds):
-        return read_config(raw)
+        return read_model_config(raw)
 
 
 def _special_ids(
-    folder: Path, raw: Fields, vocab_size: int, tokenizer: Tokenizer | None
+    folder: Path, raw: ConfigJson, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[tuple[int, ...], int]:
     """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
     path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
+    generation = read_json_file(path) if path.is_file() else {}
     nested = raw.get("text_config")
     sources = (generation, raw, nested if isinstance(nested, Mapping) else {})
 
@@ -241,7 +236,7 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
         if path.is_file() and wanted and not path.name.endswith(".bin.index.json"):
             shutil.copyfile(path, work / path.name)
     if dtype is not None:
-        raw = read_json(work / "config.json")
+        raw = read_json_file(work / "config.json")
         if not {"dtype", "torch_dtype"} & raw.keys():
             raw["torch_dtype"] = dtype  # the older of two names, which every version reads
         for fields in (raw, raw.get("text_config") or {}):
@@ -250,7 +245,7 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
                     fields[name] = dtype
         (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     if (work / INDEX).is_file():
-        index = read_json(work / INDEX)
+        index = read_json_file(work / INDEX)
         files = TensorFiles(weight_files(work))
         total = sum(files.read(name).nbytes for name in files.names)
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}

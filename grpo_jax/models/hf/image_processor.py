@@ -12,8 +12,8 @@ import numpy as np
 
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
-from grpo_jax.models.hf.tokens import as_user_error, failures_named
-from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.hf.weights import read_json_file
+from grpo_jax.models.hf_config import as_user_error, failures_named
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture
 
@@ -139,10 +139,10 @@ def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) ->
     return rows * columns
 
 
-def _fields(folder: Path) -> tuple[Path, hf_config.Fields]:
+def _fields(folder: Path) -> tuple[Path, hf_config.ConfigJson]:
     for name in FILES:
         path = folder / name
-        content = read_json(path) if path.is_file() else {}
+        content = read_json_file(path) if path.is_file() else {}
         if name == FILES[0]:
             content = content.get("image_processor") or {}
         if isinstance(content, Mapping) and content:
@@ -152,7 +152,7 @@ def _fields(folder: Path) -> tuple[Path, hf_config.Fields]:
     )
 
 
-def _settings(fields: hf_config.Fields) -> PictureSettings:
+def _settings(fields: hf_config.ConfigJson) -> PictureSettings:
     hf_config.check_kinds(fields, _KINDS)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         hf_config.expect(fields.get(name) is not False, name, "true, as pictures are prepared here", False)
@@ -195,7 +195,7 @@ def _check_edge(settings: PictureSettings, edge: int) -> None:
         raise UserError(f"data.picture_size: expected {expected}, got {edge}")
 
 
-def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
+def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
     """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
 
     It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.

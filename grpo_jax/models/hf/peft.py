@@ -19,20 +19,22 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from grpo_jax.config.fields import require
+from grpo_jax.config.sections import LoraSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.hf.tokens import as_user_error
 from grpo_jax.models.hf.weights import (
     TensorFiles,
     first_problems,
     new_folder,
-    read_json,
+    read_json_file,
     refuse_foreign,
     shapes,
     unfitting,
 )
-from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.hf_config import as_user_error
+from grpo_jax.models.lora import LoraConfig, check_targets
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
@@ -48,6 +50,22 @@ _SILENT = (
 )
 # Starts that leave the base as it is; the others (PiSSA, OLoRA, CorDA, LoftQ …) take the adapter out of its weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
+    """The adapters' configuration, None where all weights are trained; UserError where they do not fit the model."""
+    if section.path is not None:
+        return load_adapters(section.path, model)[0]
+    if section.rank == 0:
+        return None
+    projections = tuple(architecture_of(model).projections)
+    words = f"false: this {model.model_type} has no vision tower"
+    require(not section.vision or model.vision is not None, "policy.lora.vision", words, section.vision)
+    with as_user_error("policy.lora", ValueError):
+        tower = tuple(TOWERS[model.vision.model_type].projections) if section.vision else ()
+        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections, tower)
+        check_targets(lora, projections, model.model_type)
+        return lora
 
 
 def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:
@@ -91,7 +109,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{folder} has no {missing[0]}: give a folder that PEFT's save_pretrained wrote as safetensors")
-    raw, files = read_json(folder / CONFIG), TensorFiles([folder / WEIGHTS])
+    raw, files = read_json_file(folder / CONFIG), TensorFiles([folder / WEIGHTS])
     with as_user_error(str(folder / CONFIG), ValueError, TypeError, re.error):
         _refuse_unsupported(raw)
         prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
@@ -102,7 +120,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         return lora, _read(files, lora, config, prefixes)
 
 
-def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.Fields:
+def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.ConfigJson:
     naming = architecture_of(config).naming
     if naming.beside:  # a list would also reach modules of the same names in the vision tower
         parts = ((part, _targets_of(lora, part)) for part in _parts(config))
@@ -178,7 +196,7 @@ def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
 
 
-def _refuse_unsupported(raw: hf_config.Fields) -> None:
+def _refuse_unsupported(raw: hf_config.ConfigJson) -> None:
     """Honour or refuse by name every field that changes what the adapters compute."""
     hf_config.expect(raw.get("peft_type") == "LORA", "peft_type", "'LORA'", raw.get("peft_type"))
     hf_config.expect(hf_config.WIDTH.holds(raw.get("r")), "r", hf_config.WIDTH.words, raw.get("r"))
@@ -189,7 +207,7 @@ def _refuse_unsupported(raw: hf_config.Fields) -> None:
     hf_config.refuse_changed(raw, {name: neutral for name in raw if name not in _READ + _SILENT}, "LORA")
 
 
-def _targets(raw: hf_config.Fields, part: _Part, prefix: str) -> tuple[str, ...]:
+def _targets(raw: hf_config.ConfigJson, part: _Part, prefix: str) -> tuple[str, ...]:
     """The projections that target_modules (endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
 
     def reached(wanted: str | Sequence[str] | None, module: str) -> bool:

@@ -16,13 +16,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from grpo_jax.config.files import read_json as read_json_text
-from grpo_jax.config.files import read_text
+from grpo_jax.config.files import read_json, read_text
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.architectures.architecture import Naming
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.hf.tokens import as_user_error
+from grpo_jax.models.hf_config import as_user_error
+from grpo_jax.models.layers import Naming
 from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
@@ -31,7 +30,7 @@ Leaves = Mapping[tuple[str, ...], PyTree]
 """Arrays, or shapes, by their path in nested dictionaries."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Place of a tensor in the parameters."""
 
     path: tuple[str, ...]  # keys from the parameters' root to a leaf
@@ -68,7 +67,7 @@ def shapes(config: ModelConfig) -> dict[str, PyTree]:
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
 
 
-def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
+def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:
     """Table of tensor name → place, in the naming that a folder with these names uses.
 
     Where the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
@@ -86,13 +85,13 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
         paths = tuple(("layers", part, "kernel") for part in parts)
         _, count, inner, _ = leaves[paths[0]].shape
         width = sum(leaves[path].shape[-1] for path in paths)
-        table[f"{layers}.{layer}.{name}"] = Place(paths[0], layer, True, (count, width, inner), together=paths)
+        table[f"{layers}.{layer}.{name}"] = TensorPlace(paths[0], layer, True, (count, width, inner), together=paths)
     for path, leaf in leaves.items():
         kind = "bias" if path[-1] == "bias" else "weight"
         if path == ("lm_head",):
-            table[head] = Place(path, None, False, leaf.shape)
+            table[head] = TensorPlace(path, None, False, leaf.shape)
         elif path[0] != "layers":
-            table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = Place(path, None, False, leaf.shape)
+            table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = TensorPlace(path, None, False, leaf.shape)
         elif path[1] not in together:
             module, transpose = f"{naming.modules[path[1]]}.{kind}", naming.transposed and path[-1] == "kernel"
             for layer, (name, place) in product(range(config.num_layers), _in_layer(path, module, transpose, leaf)):
@@ -110,14 +109,14 @@ def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
 
 def _in_layer(
     path: tuple[str, ...], module: str, transpose: bool, leaf: jax.ShapeDtypeStruct
-) -> list[tuple[str, Place]]:
+) -> list[tuple[str, TensorPlace]]:
     if "{}" not in module:
-        return [(module, Place(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
-    place = Place(path, 0, transpose, leaf.shape[:1:-1])
+        return [(module, TensorPlace(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
+    place = TensorPlace(path, 0, transpose, leaf.shape[:1:-1])
     return [(module.format(expert), place._replace(expert=expert)) for expert in range(leaf.shape[1])]
 
 
-def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
+def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:
     """As `name_table` for the vision tower, whose places are below ``visual``; empty where the model has none."""
     vision = config.vision
     if vision is None:
@@ -137,7 +136,7 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
         if module == ("patch_embed",) and transpose:
             shape = (vision.width, vision.channels, vision.frames, vision.patch, vision.patch)
         for index in range(leaf.shape[0]) if stacked else (None,):
-            table[name.format(index)] = Place((VISUAL, *path), index, transpose, shape)
+            table[name.format(index)] = TensorPlace((VISUAL, *path), index, transpose, shape)
     return table
 
 
@@ -149,7 +148,7 @@ _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gg
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, its index's shards or the single one; UserError if one is missing."""
     if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
+        weight_map = read_json_file(folder / INDEX).get("weight_map")
         shards = sorted({str(shard) for shard in weight_map.values()}) if isinstance(weight_map, dict) else []
         missing = [s for s in shards or ["that its index names"] if Path(s).name != s or not os.path.isfile(folder / s)]
         if missing:
@@ -166,10 +165,10 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder} has no {SINGLE} or {INDEX}{instead or '; give a folder with weights'}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_file(path: Path) -> dict[str, Any]:
     """Read a JSON object; UserError if the file cannot be read or is something else."""
     with as_user_error(f"cannot read {path}; download the folder again", ValueError):
-        content = read_json_text(read_text(path), whole=None)
+        content = read_json(read_text(path), whole=None)
         if not isinstance(content, dict):
             raise ValueError(f"expected a JSON object, got {type(content).__name__}")
         return content
@@ -271,7 +270,7 @@ def first_problems(problems: list[str]) -> str:
 def write_shard(
     path: Path,
     source: Path,
-    table: Mapping[str, Place],
+    table: Mapping[str, TensorPlace],
     files: TensorFiles,
     leaves: Leaves,
     dtype: np.dtype | None,
@@ -288,7 +287,7 @@ def write_shard(
     save_file(tensors, path, metadata=files.metadata(source))
 
 
-def _exported(name: str, leaves: Leaves, place: Place, dtype: np.dtype) -> np.ndarray:
+def _exported(name: str, leaves: Leaves, place: TensorPlace, dtype: np.dtype) -> np.ndarray:
     def part(path: tuple[str, ...]) -> np.ndarray:
         return np.asarray(entry(leaves[path], place.index))
 

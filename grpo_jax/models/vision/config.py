@@ -4,12 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-
 from grpo_jax.models import hf_config
-from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
-
-ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
+from grpo_jax.models.layers import ACTIVATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +126,7 @@ _TOKENS = {
 }
 
 
-def read_vision(config: hf_config.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
+def read_vision(config: hf_config.ConfigJson, vocab_size: int, hidden_size: int) -> VisionConfig | None:
     """Read a Qwen-VL folder's tower, every field of it honoured or refused; None where ``config.json`` has none."""
     raw, model_type = config.get("vision_config"), config["model_type"]
     hf_config.check_kinds(config, {"vision_config": hf_config.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
@@ -149,7 +145,7 @@ def read_vision(config: hf_config.Fields, vocab_size: int, hidden_size: int) -> 
     return VisionConfig(model_type, **shape, **{name.removesuffix("_id"): token for name, token in tokens.items()})
 
 
-def _read_shape(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
+def _read_shape(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     fields = _read_fields(raw, model_type)
     window = fields.get("window_size")
     return {
@@ -175,9 +171,9 @@ def _read_shape(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
     }
 
 
-def _read_fields(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
+def _read_fields(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     present = {_ALIASES.get(name, name): value for name, value in hf_config.not_null(raw).items()}
-    present = hf_config.checked(present, _KINDS, _NEUTRAL, model_type)
+    present = hf_config.check_fields(present, _KINDS, _NEUTRAL, model_type)
     defaults = _FIELDS[model_type]
     fields = defaults | {name: value for name, value in present.items() if name in defaults}
     foreign = {name for other in _FIELDS.values() for name in other} - defaults.keys()
@@ -188,13 +184,13 @@ def _read_fields(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
     return fields | {name: present[name] for name in ("rope_parameters", "rope_theta") if name in present}
 
 
-def _window(size: int, fields: hf_config.Fields) -> int:
+def _window(size: int, fields: hf_config.ConfigJson) -> int:
     tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
     hf_config.expect(tokens >= 1, "window_size", "a merged token or more", size)
     return tokens
 
 
-def _theta(fields: hf_config.Fields) -> float:
+def _theta(fields: hf_config.ConfigJson) -> float:
     rope = fields.get("rope_parameters") or {}
     hf_config.check_kinds(rope, {"rope_theta": hf_config.POSITIVE}, "rope_parameters.")
     kind = rope.get("rope_type") or rope.get("type") or "axial"

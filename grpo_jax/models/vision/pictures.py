@@ -133,10 +133,10 @@ def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.nd
     return packed.reshape(*np.shape(grids)[:-1], count, size)
 
 
-Shown = TypeVar("Shown", bound=Pictures | PictureStates)
+_Shown = TypeVar("_Shown", bound=Pictures | PictureStates)
 
 
-def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown | None:
+def joined_some(parts: Sequence[_Shown | None], counts: Sequence[int]) -> _Shown | None:
     """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any.
 
     Rows of chunks without pictures, `counts` of each, get empty slots.
@@ -145,7 +145,7 @@ def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown |
     if some is None:
         return None
 
-    def empty(count: int) -> Shown:
+    def empty(count: int) -> _Shown:
         return jax.tree.map(
             lambda array, fill: np.full((count, *array.shape[1:]), fill, array.dtype), some, _fills(some)
         )
@@ -153,13 +153,13 @@ def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown |
     return _concatenate([empty(n) if part is None else part for part, n in zip(parts, counts, strict=True)], 0)
 
 
-def chained(parts: Sequence[Shown | None]) -> Shown | None:
+def chained(parts: Sequence[_Shown | None]) -> _Shown | None:
     """Join pictures [P, G, I, ..] of the same completions, one behind the other; None where there are none."""
     some = [part for part in parts if part is not None]
     return _concatenate(some, 2) if some else None
 
 
-def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
+def place_pictures(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
     """Place pictures [N, 1, ..] as those of completions of `shape` (P, G): [P, G, I, ..], filled up with no picture.
 
     `owners` are (p, g) of each, in the order in which a completion sees its own.
@@ -178,12 +178,12 @@ def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[i
     return jax.tree.map(spread, pictures, _fills(pictures))
 
 
-def _fills(pictures: Shown) -> Shown:
+def _fills(pictures: _Shown) -> _Shown:
     fills = jax.tree.map(lambda _: 0, pictures)
     return fills if getattr(fills, "windows", None) is None else fills._replace(windows=-1)
 
 
-def _concatenate(parts: Sequence[Shown], axis: int) -> Shown:
+def _concatenate(parts: Sequence[_Shown], axis: int) -> _Shown:
     def concatenate(fill: int, *arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         library = np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
         shape = np.max([array.shape for array in arrays], axis=0)

@@ -8,12 +8,21 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS
-from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm, draw_params, remat_block
+from grpo_jax.models.layers import (
+    ACTIVATIONS,
+    COLUMNS,
+    FUSED,
+    ROWS,
+    LayerNorm,
+    Projection,
+    RMSNorm,
+    draw_params,
+    remat_block,
+)
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, tower_params
-from grpo_jax.models.vision.config import ACTIVATIONS, VisionConfig
+from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 
 _MOST_SCORES = 2**28  # that are there at once, 1 GiB in float32; where there would be more, heads take turns
@@ -52,7 +61,7 @@ def places(grid: jax.Array, patches: int, merge: int) -> PatchPlaces:
     return PatchPlaces(jnp.where(present, rows, 0), jnp.where(present, columns, 0), present)
 
 
-def rotation(config: VisionConfig, where: PatchPlaces) -> tuple[jax.Array, jax.Array]:
+def patch_rotation(config: VisionConfig, where: PatchPlaces) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine, float32 [N, S, E/2]: a quarter of a head turns with the row, a quarter with the column."""
     exponent = jnp.arange(0, config.head_dim // 2, 2, dtype=jnp.float32) / (config.head_dim // 2)
     table = 1.0 / config.theta**exponent
@@ -71,7 +80,7 @@ def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
     return windows, slots
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Array) -> jax.Array:
+def attend_patches(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Array) -> jax.Array:
     """Softmax attention of patches [.., S, H, E] over the readable ones, bool [.., S]; scores are float32.
 
     Where there would be too many scores at once, heads take turns.
@@ -96,7 +105,7 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Ar
 
 
 def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout) -> jax.Array:
-    """`attend` within each window: [N, S, H, E] gathered to [N, W, patches of a window, H, E] and put back."""
+    """`attend_patches` within each window: [N, S, H, E] gathered to [N, W, patches of a window, H, E] and put back."""
     windows, slots = layout.windows, layout.slots
     pictures, tokens = slots.shape
     count, size = windows.shape[1:]
@@ -108,12 +117,12 @@ def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: L
         return x.reshape(pictures, count, size * merged, *query.shape[2:])
 
     readable = jnp.repeat(windows < tokens, merged, axis=-1)
-    mixed = attend(gathered(query), gathered(key), gathered(value), readable)
+    mixed = attend_patches(gathered(query), gathered(key), gathered(value), readable)
     mixed = jnp.take_along_axis(mixed.reshape(pictures, count * size, -1), slots[..., None], axis=1)
     return mixed.reshape(query.shape)
 
 
-class Block(nn.Module):
+class TowerBlock(nn.Module):
     """One layer: attention and an MLP, which is gated in some architectures."""
 
     config: VisionConfig
@@ -162,7 +171,7 @@ class Block(nn.Module):
         query, key, value = rotate(fused[:, :, 0], cos, sin), rotate(fused[:, :, 1], cos, sin), fused[:, :, 2]
 
         def everywhere(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return attend(query, key, value, layout.present)
+            return attend_patches(query, key, value, layout.present)
 
         def near(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             return attend_windows(query, key, value, layout)
@@ -238,15 +247,15 @@ def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str,
     }
 
 
-PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
-MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
+_PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
+_PLAIN_MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
 
 _QWEN2_VL = TowerArchitecture(
     gated=False,
     norm=LayerNorm,
     patch_bias=False,
-    projections=PROJECTIONS,
-    names=names_of({"fc1": "fc1", "fc2": "fc2"}, MERGER),
+    projections=_PROJECTIONS,
+    names=names_of({"fc1": "fc1", "fc2": "fc2"}, _PLAIN_MERGER),
 )
 
 _MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
@@ -256,7 +265,7 @@ _QWEN2_5_VL = TowerArchitecture(
     norm=RMSNorm,
     patch_bias=False,
     projections={"qkv": FUSED, "proj": ROWS, **_MLP},
-    names=names_of({name: name for name in _MLP}, MERGER),
+    names=names_of({name: name for name in _MLP}, _PLAIN_MERGER),
 )
 
 _MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
@@ -265,7 +274,7 @@ _QWEN3_VL = TowerArchitecture(
     gated=False,
     norm=LayerNorm,
     patch_bias=True,
-    projections=PROJECTIONS,
+    projections=_PROJECTIONS,
     names=names_of({"fc1": "linear_fc1", "fc2": "linear_fc2"}, _MERGER)
     | {"pos_embed": "pos_embed"}
     | {f"deepstack/{name}": f"deepstack_merger_list.{{}}.{theirs}" for name, theirs in _MERGER.items()},
@@ -293,7 +302,7 @@ class Tower(nn.Module):
         self.patch_embed = Projection(c.width, architecture.patch_bias, self.dtype)
         if c.positions:
             self.pos_embed = self.param("pos_embed", nn.initializers.zeros, (c.positions, c.width))
-        self.layers = remat_block(Block, self.remat)(c, self.dtype, self.lora)
+        self.layers = remat_block(TowerBlock, self.remat)(c, self.dtype, self.lora)
         self.merger = Merger(c, architecture.norm, False, self.dtype)
         if c.deepstack_layers:
             stack = nn.vmap(Merger, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})
@@ -308,7 +317,7 @@ class Tower(nn.Module):
         x = self.patch_embed(patches.astype(self.dtype))
         if c.positions:
             x = x + interpolated(self.pos_embed, c.side, where, grid).astype(self.dtype)
-        layout = Layout(where.present, rotation(c, where))
+        layout = Layout(where.present, patch_rotation(c, where))
         if c.window is not None:
             windows, slots = window_slots(windows, patches.shape[1] // c.merged)
             layout = layout._replace(windows=windows, slots=slots)
@@ -322,7 +331,7 @@ class Tower(nn.Module):
         """States after all layers, and after those of deepstack [J, N, S, D]."""
         c = self.config
 
-        def step(block: Block, carry: tuple[jax.Array, jax.Array], layer: PyTree) -> tuple[PyTree, None]:
+        def step(block: TowerBlock, carry: tuple[jax.Array, jax.Array], layer: PyTree) -> tuple[PyTree, None]:
             x, deep_states = carry
             whole, keep = layer
             x = block(x if self.spread is None else self.spread(x), whole, layout)

@@ -8,7 +8,7 @@ from support.imports import ROOT
 
 from bridges.judges.open_clip import OpenClip
 from bridges.ray_pool import JudgeActor, Pooled, placed
-from grpo_jax.config.fields import identity, to_dict
+from grpo_jax.config.fields import identity
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
@@ -34,9 +34,9 @@ def test_fields_of_a_pool_make_a_pooled_judge_and_come_back_from_a_file():
     config = make_config(task="text", judges={"a": values, "b": "open_clip"})
     pool = PoolSection(replicas=2, resources={"num_gpus": 1.0}, runtime_env={"a": 1})
     assert config.judges == {"a": OpenClip(model="ViT", pool=pool), "b": OpenClip()}
-    saved = to_dict(config)["judges"]
-    assert saved["a"] == {"kind": "open_clip", **to_dict(OpenClip(model="ViT")), "pool": to_dict(pool)}
-    assert make_config(to_dict(config)) == config == make_config(task="text", judges=config.judges)
+    saved = config.model_dump()["judges"]
+    assert saved["a"] == {"kind": "open_clip", **OpenClip(model="ViT").model_dump(), "pool": pool.model_dump()}
+    assert make_config(config.model_dump()) == config == make_config(task="text", judges=config.judges)
     assert config.judges["a"].model == "ViT" and copy.deepcopy(config.judges["a"]) == config.judges["a"]
     assert pickle.loads(pickle.dumps(config.judges["a"])) == config.judges["a"]
     assert identity(config) == identity(make_config(task="text", judges={"a": OpenClip(model="ViT"), "b": "open_clip"}))

@@ -12,7 +12,7 @@ from faults.fuzz.mutations import ODD_TEXTS, mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.fields import to_dict, to_yaml
+from grpo_jax.config.fields import to_yaml
 
 TASKS = ("text", "prompt_enhancement", "recommendation", "cartpole")
 TEXTS = (
@@ -36,7 +36,7 @@ TEXTS = (
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """Parses `count` files and command lines, one outcome each."""
     rng = random.Random(seed)
-    valid = {task: to_dict(parse(["--task", task])) for task in TASKS}
+    valid = {task: parse(["--task", task]).model_dump() for task in TASKS}
     for number in range(count):
         yield tried(*_case(folder, rng, valid, f"{seed}/{number}"), folder)
 

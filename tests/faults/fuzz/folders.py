@@ -23,7 +23,7 @@ from support.tiny_models import causal_lm
 
 from grpo_jax.config.sections import DataSection, NewPolicySection
 from grpo_jax.models.hf import load_folder
-from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.models.hf.chat import special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.rollout.encoding import as_is, make_decode, make_encode

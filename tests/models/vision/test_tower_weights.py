@@ -118,24 +118,11 @@ def test_broken_towers_are_named(tmp_path):
 
     for changes, message in (
         ({name: None}, f"cannot load the policy in .*{name} is missing"),
-        ({name: whole[name].T.contiguous()}, r"has shape \(16, 24\), expected \(24, 16\)"),
         ({"visual.blocks.7.norm1.weight": torch.ones(16)}, "visual.blocks.7.norm1.weight is unexpected"),
-        ({name: torch.full((24, 16), torch.nan)}, f"{name} holds NaN or infinite values"),
-        ({name: torch.zeros((24, 16), dtype=torch.int8)}, f"{name} has dtype I8"),
     ):
         with pytest.raises(UserError, match=message):
             load_with(**changes)
     load_with()
-
-
-def test_both_namings_of_the_tower_are_read(tmp_path):
-    source = tiny_models.qwen3_vl(tmp_path / "source")
-    before = hf.load_folder(source, tokenizer=False, vision=True)
-    renamed = {name.removeprefix("model.") if "visual" in name else name: t for name, t in tensors(source).items()}
-    assert any(name.startswith("visual.") for name in renamed)
-    save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
-    after = hf.load_folder(source, tokenizer=False, vision=True)
-    jax.tree.map(np.testing.assert_array_equal, before.visual, after.visual)
 
 
 def test_a_mesh_shares_out_what_divides(world):

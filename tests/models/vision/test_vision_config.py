@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.models.architectures import read_config
+from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.vision.config import VisionConfig
 
 TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -25,7 +25,7 @@ def fields(architecture: str, **changes) -> dict:
 
 
 def read(architecture: str, **changes) -> VisionConfig:
-    vision = read_config(fields(architecture, **changes)).vision
+    vision = read_model_config(fields(architecture, **changes)).vision
     assert vision is not None
     return vision
 
@@ -40,7 +40,7 @@ def test_what_a_folder_does_not_say_is_as_transformers_has_it():
     for architecture, made in classes.items():
         whole = made(text_config=dict(hidden_size=3584)).to_dict()
         bare = {name: value for name, value in whole.items() if not name.endswith("token_id")} | dict(vision_config={})
-        assert read_config(whole) == read_config(bare), architecture
+        assert read_model_config(whole) == read_model_config(bare), architecture
 
 
 def test_every_field_that_changes_the_tower_is_honoured():
@@ -59,7 +59,7 @@ def test_every_field_that_changes_the_tower_is_honoured():
             also = {repeated[name]: value} if name in repeated and repeated[name] in TOWERS[architecture] else {}
             assert read(architecture, **{name: value}, **also) != read(architecture), (architecture, name)
     for name in TOKENS:
-        assert read_config(fields("qwen2_vl") | {name: 5}).vision != read("qwen2_vl"), name
+        assert read_model_config(fields("qwen2_vl") | {name: 5}).vision != read("qwen2_vl"), name
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_unsupported_fields_are_refused_by_name(architecture, changes, message):
 
 def test_a_token_beyond_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="image_token_id: expected a token of the vocabulary of 64, got 64"):
-        read_config(fields("qwen2_vl") | dict(image_token_id=64))
+        read_model_config(fields("qwen2_vl") | dict(image_token_id=64))
     with pytest.raises(ValueError, match="vision_config: expected a table"):
-        read_config(fields("qwen2_vl") | dict(vision_config=[1]))
+        read_model_config(fields("qwen2_vl") | dict(vision_config=[1]))

@@ -1,6 +1,10 @@
-"""Attention of one new token of each completion by a kernel for GPUs, written in Pallas and compiled by Triton.
+"""Attention by Pallas kernels: JAX's own of whole rows for GPUs and TPUs, and ours of one decoded token for GPUs.
 
-A kernel attends over the prompt's shared keys and over the completion's own as far as they are written, with a running
+`causal_rows` holds no scores or masks in memory; lengths and segments alone reach its kernels (Dao et al. 2022,
+arXiv:2205.14135). They take bfloat16, which every GPU that Triton compiles for has; their products of float32 would
+not be float32.
+
+`attend_token` reads the prompt's shared keys and the completion's own as far as they are written, with a running
 softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), and writes the new key and value into the cache in place.
 """
 
@@ -13,11 +17,58 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+_FLASH_BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads of 128
+_FLASH_PADDED = 128  # rows are padded to a multiple of it
 _ROWS = 16  # of a product in Triton, at least
 _BLOCK = 64  # keys at a time
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
-State = tuple[jax.Array, jax.Array, jax.Array]
+
+def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
+    """Softmax attention of every token to those before it in its row and itself, with scores scaled by E^-0.5.
+
+    Args:
+        query: [B, S, K, R, E].
+        key: [B, S, K, E]; R query heads read each.
+        value: [B, S, K, E].
+        mask: bool [B, S], False on padding, which no other token reads.
+        platform: ``cuda`` or ``tpu``.
+
+    Returns:
+        [B, S, K, R, E], as large and of the type of the queries.
+    """
+    rows, length, heads, shared, size = query.shape
+    more = -length % _FLASH_PADDED
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+
+    flat = query.reshape(rows, length, heads * shared, size)
+    key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
+    padded = [pad(x) for x in (flat, key, value)]
+    kernel = _gpu_kernel if platform == "cuda" else _tpu_kernel
+    mixed = kernel(*padded, pad(mask).astype(jnp.int32))
+    return mixed[:, :length].reshape(query.shape)
+
+
+def _gpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+    sizes = BlockSizes(_FLASH_BLOCK, _FLASH_BLOCK, *[_FLASH_BLOCK // 2] * 4)
+    scale = query.shape[-1] ** -0.5
+    return mha(query, key, value, segments, sm_scale=scale, causal=True, block_sizes=sizes)
+
+
+def _tpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
+
+    heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
+    ids = SegmentIds(segments, segments)
+    mixed = flash_attention(*heads_first, segment_ids=ids, causal=True, sm_scale=query.shape[-1] ** -0.5)
+    return mixed.swapaxes(1, 2)
+
+
+_Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maxima, sums, and sums of values
 
 
 def attend_token(
@@ -37,7 +88,7 @@ def attend_token(
         value: [P, G, K, E].
         prefix: The prompts' keys [P, K, E, L] and values [P, K, L, E].
         mask: bool [P, L], False on the prompts' padding.
-        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E], as `cache.Cache` has them.
+        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E], as `attention.Cache` has them.
         slot: i32 scalar, how many of their slots are written; the new token gets the next one.
     """
     shared, size = query.shape[-2:]
@@ -91,10 +142,10 @@ def _kernel(heads, *refs, shared: int, rows: int, scale: float):
     triton.store(mixed.at[pl.ds(0, rows), :], (sums / total[:, None]).astype(mixed.dtype), mask=here)
 
 
-def _attend(query, keys, values, length, state: State, scale: float, mask=None) -> State:
+def _attend(query, keys, values, length, state: _Softmax, scale: float, mask=None) -> _Softmax:
     """Take the first keys [E, S] and values [S, E], `length` of them, into the maxima, sums and sums of values."""
 
-    def block(i: jax.Array, state: State) -> State:
+    def block(i: jax.Array, state: _Softmax) -> _Softmax:
         top, total, sums = state
         at = pl.ds(i * _BLOCK, _BLOCK)
         there = i * _BLOCK + jnp.arange(_BLOCK) < length

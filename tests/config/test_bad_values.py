@@ -1,0 +1,160 @@
+"""Mistakes in a config: each is one line with the field, what was expected and what came, or the nearest name."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+from support import taught_task
+from support.text_task import ROOT
+
+from grpo_jax.config.command_line import parse
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import LoraSection, SamplingSection
+from grpo_jax.errors import UserError
+from grpo_jax.train import main
+
+COUNTDOWN = f"{ROOT}/examples/own_task/task.py"
+TABLE = f"""
+# every kind of bound, and types
+--seed=-1 | seed: expected a number in [0, 2^63), got -1
+--data.held_out=0.7 | data.held_out: expected a number < 0.5, got '0.7'
+--policy.lora.rank=-1 | policy.lora.rank: expected a number >= 0, got '-1'
+--sampling.top_p=0 | sampling.top_p: expected a number > 0, got '0'
+--algorithm.clip_low=2 | algorithm.clip_low: expected a number <= 1, got '2'
+--ppo.gae_lambda=nan | ppo.gae_lambda: expected a finite number
+--training.max_steps=2.5 | training.max_steps: expected a whole number, got '2.5'
+--policy.lora.vision=2 | policy.lora.vision: expected true or false, got '2'
+--optimizer.learning_rate=fast | optimizer.learning_rate: expected a number, got 'fast'
+--policy.lora=3 | policy.lora: expected a mapping, got '3'
+--rewards=[3] | rewards[0]: expected a mapping, got 3
+--algorithm.advantage=gdop | (did you mean gdpo?), got 'gdop'
+--task=cartpole --algorithm.weights=[wide] | algorithm.weights[0]: expected a number, got 'wide'
+# fields that are not there: the nearest, another library's, one that left
+--training.max_step=3 | training.max_step: no such field; did you mean training.max_steps?
+--optimiser.beta1=.5 | optimiser: no such field; did you mean optimizer?
+--lora.rank=8 | lora: no such field; did you mean policy.lora?
+--rewards='[{{name: m:f, wieght: 1}}]' | rewards[0].wieght: no such field; did you mean rewards[0].weight?
+--devices.polcy=cpu | devices: expected names of policy, got ['polcy']
+--task=recommendation --task.retrieval.bakend=a | task.retrieval.bakend: no such field; did you mean task.retrieval.back
+--task=prompt_enhancement --judges.scorer.modl=x | judges.scorer.modl: no such field; did you mean judges.scorer.model
+--num_generations=4 | num_generations: no such field; here it is sampling.group_size
+--task=cartpole --num_generations=4 | num_generations: no such field; did you mean
+--training.beta=.1 | training.beta: no such field; here it is algorithm.kl_coef; 0 too
+--sampling.learning_rate=1 | sampling.learning_rate: no such field; here it is optimizer.learning_rate
+--gradient_checkpointing=true | gradient_checkpointing: no such field; here it is policy.remat: layer
+--use_vllm=true | use_vllm: no such field; TRL's is not here: the sampler is compiled with the policy
+--data.streaming=true | data.streaming: no such field; it left: data files
+--task=prompt_enhancement --judges.renderer.scheduler=x | judges.renderer.scheduler: no such field; it left
+--config=recommendation_slates | no such file; it left: take recommendation_quick
+# options
+--seed | --seed: expected a value
+train | train: expected an option, such as --config FILE
+--rewards='[{{' | rewards: not valid YAML
+--resum | --resum: no such option; did you mean --resume?
+--plam --seed=1 | --plam: no such option; did you mean --plan?
+--eval_rewards={"[" * 3000} | eval_rewards: nested deeper than 32 levels
+--{"a." * 3000}b 1 | expected an option
+--data.prompts=\udcff.txt | data.prompts: expected a string
+--config={"x" * 5000} | no such file; configs that ship with grpo_jax
+--training.max_steps={"9" * 5000} | training.max_steps:
+# tasks and judges
+--task=prompt_recreation | task: no such kind, got 'prompt_recreation'; it left: use prompt_refinement
+--task=txt | task: no such kind, got 'txt'; did you mean text? (your own: file.py:Class)
+--task=nowhere.py:Mine | task: the file nowhere.py does not exist
+--task=no_such_package.tasks:Mine | task: no module no_such_package.tasks
+--task={COUNTDOWN}:Countdow | has no task or judge called Countdow (it has: Calculator, Countdown)
+--task={taught_task.__file__}:Taught | task.texts: expected a value, it has no default
+--judges.a.model=x | judges.a: expected a kind
+--judges.a=clip | judges.a: no such kind, got 'clip'; did you mean open_clip
+--judges.a=stable_diffusion_3 --judges.a.steps=0 | judges.a.steps: expected a number >= 1, got '0'
+--judges.policy=open_clip | judges: expected another name: policy is the policy's
+--judges=[open_clip] | judges: expected a mapping, got
+# fields that do not go together
+--policy.lora.path=a --policy.lora.rank=2 | policy.lora.path: expected no rank, alpha or targets beside
+--policy.new.width=20 --policy.new.heads=8 | policy.new.heads: expected a number that divides width = 20
+--policy.mesh.fsdp=5 | policy.mesh.fsdp: expected a divisor of 12, the prompts of one micro-
+--policy.quantised=int8 | policy.quantised: expected none without policy.lora
+--sampling.group_size=1 | sampling.group_size: expected at least 2 (a group is compared), got 1
+--sampling.turns=2 --data.form=append | sampling.turns: expected 1 with data.form append, which continues the prompt
+--algorithm.turn_advantage=return --algorithm.advantage=gae | algorithm.turn_advantage: expected 'last' with advantage
+--algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'
+--algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with
+--algorithm.importance_cap=.5 | algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5
+--algorithm.preset=cispo --algorithm.clip_low=.1 | algorithm.clip_low: expected null with preset 'cispo'
+--algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128
+--training.minibatches=5 | training.prompts_per_batch: expected a multiple of minibatches x grad_accumulation_steps = 5
+--training.chunk_prompts=5 | training.chunk_prompts: expected a divisor of prompts_per_batch = 12
+--rewards='[{{name: ""}}]' | rewards[0].rewards.name: expected a name
+--rewards='m:a,n:a' | under another name (two of one function: give one a label beside its name)
+--rewards='[{{name: m:a, condition_on: b}}, {{name: m:b, condition_on: a}}]' | a chain that ends, got 'a → b → a'
+"""
+ROWS = [line.split(" | ") for line in TABLE.splitlines() if line and line[0] != "#"]
+
+
+@pytest.mark.parametrize(("words", "message"), ROWS, ids=[row[0][:60] for row in ROWS])
+def test_a_mistake_is_one_line(words, message, capsys):
+    words = shlex.split(words)
+    given = any(word.startswith(("--task=", "--config=")) for word in words)
+    assert main(words if given else ["--task=text", *words]) == 2
+    line = capsys.readouterr().err
+    assert message in line and line.startswith("error: ") and line.count("\n") == 1 and len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("training.max_step", 3, "training.max_step: no such field; did you mean training.max_steps?"),
+        ("num_generations", 4, "num_generations: no such field; here it is sampling.group_size"),
+        ("sampling.top_p", 2.0, "sampling.top_p: expected a number <= 1, got "),
+        ("rewards", [{"name": "m:f", "threshold": "no"}], "rewards[0].threshold: expected a number, got 'no'"),
+    ],
+)
+def test_a_file_an_argument_and_python_are_told_the_same(name, value, message, tmp_path):
+    values = value
+    for part in reversed(name.split(".")):
+        values = {part: values}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"task": "text", **values}))
+    for way in (
+        lambda: parse([f"--config={tmp_path / 'c.yaml'}"]),
+        lambda: parse(["--task=text", f"--{name}={json.dumps(value)}"]),
+        lambda: make_config(values, task="text"),
+    ):
+        with pytest.raises(UserError) as raised:
+            way()
+        assert str(raised.value).startswith(message)
+
+
+def test_ranges_hold_for_sections_of_python_too():
+    with pytest.raises(UserError, match=r"SamplingSection.top_p: expected a number <= 1, got 2"):
+        SamplingSection(top_p=2.0)
+    with pytest.raises(UserError, match=r"LoraSection.rank: expected a whole number, got 2.5"):
+        LoraSection(rank=2.5)
+    with pytest.raises(UserError, match=r"task: expected a kind \(cartpole, .*, text, file.py:Class\), got None"):
+        make_config({})
+
+
+@pytest.mark.parametrize("advantage", ["gae", "batch"])
+def test_a_group_of_one_will_do_without_group_statistics(advantage):
+    config = make_config(task="text", sampling={"group_size": 1}, algorithm={"advantage": advantage})
+    assert config.sampling.group_size == 1
+
+
+OLDER = {
+    "num_sample_generations": "sampling.group_size", "num_rollouts": "sampling.group_size", "k": "eval_rewards",
+    "reward_type": "rewards", "use_dummy": "task.source: dummy", "dummy_size": "task.dummy_users",
+    "normalize_rewards": "algorithm.advantage", "fp16": "policy.compute_dtype: float16",
+    "bf16": "policy.compute_dtype: bfloat16", "use_ref_model": "algorithm.kl_coef", "clip_ratio": "algorithm.clip_low",
+    "gamma": "ppo.gamma", "grpo_epochs": "training.inner_epochs", "checkpoint_dir": "run_dir",
+    "update_ref_model_freq": "algorithm.update_ref_every", "prompt_file": "data.prompts",
+    "sequential_file": "task.source", "policy_model": "policy.path", "dataset_name": "data.prompts",
+    "max_length": "sampling.max_new_tokens", "kl_coef": "algorithm.kl_coef",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [[], ["3"]], ids=["alone", "with a value"])
+def test_an_older_scripts_option_is_told_its_field(value, capsys):
+    for name, field in OLDER.items():
+        assert main(["--task=recommendation", f"--{name}", *value]) == 2
+        line = capsys.readouterr().err
+        assert f"{name}: no such " in line and f"; here it is {field}" in line

@@ -25,14 +25,14 @@ BLUE, GREY, GREEN = "#2a6fdb", "#8a8f98", "#2e8b57"
 
 def gallery(run: Path, target: Path, pairs: int) -> None:
     """Before/after pairs of the run's first held-out prompts."""
-    entries = json.loads((run / "images" / "gallery.json").read_text())[:pairs]
-    draw_pairs(run, target, ("before", "after"), [(entry["prompt"], [entry["rewrite"]]) for entry in entries])
+    entries = json.loads((run / "report.json").read_text())["gallery"][:pairs]
+    draw_pairs(run, target, ("before", "after"), [(entry["prompt"], [entry["completion"]]) for entry in entries])
 
 
 def episodes(run: Path, target: Path, pairs: int) -> None:
     """What the run's first held-out prompts led to in their first and second turns."""
-    entries = json.loads((run / "images" / "episodes.json").read_text())[:pairs]
-    texts = [(entry["prompt"], [turn["text"] for turn in entry["turns"][:2]]) for entry in entries]
+    entries = json.loads((run / "report.json").read_text())["episodes"][:pairs]
+    texts = [(entry["prompt"], [turn["completion"] for turn in entry["turns"][:2]]) for entry in entries]
     draw_pairs(run, target, ("turn_1", "turn_2"), texts)
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     images = HERE / "images"
     images.mkdir(exist_ok=True)
-    if (options.run / "images" / "episodes.json").exists():
+    if (options.run / "images" / "000_turn_1.png").exists():
         episodes(options.run, images / "episodes.png", options.pairs)
         return
     gallery(options.run, images / "gallery.png", options.pairs)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradio import Blocks
 
     from grpo_jax.rollout.env import Episode
-    from grpo_jax.runs.inference import Asker
+    from grpo_jax.runs.evaluation import Asker
 
 _HOST = "127.0.0.1"
 _EXAMPLES = 6
@@ -34,8 +34,8 @@ _NONE = "none"
 _LARGEST = 2**20  # bytes of a request
 _STYLE = """
 :scope { background: none; }
-.episodes { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
-.episode > .prompt:empty { display: none; }
+.entries { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
+.entry > .prompt:empty { display: none; }
 .turn > img { width: min(100%, 420px); height: auto; }
 .turn { border-left: 0; padding-left: 0; margin: 4px 0; }
 """
@@ -69,9 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.compile_cache import enable_compile_cache
-    from grpo_jax.runs.inference import Asker, checkpoint_names
+    from grpo_jax.runs.evaluation import Asker, checkpoint_names
     from grpo_jax.runs.policy import run_config
+    from grpo_jax.runs.processes import enable_compile_cache
 
     names = checkpoint_names(options.run, options.checkpoint)
     if options.beside not in (*names, _NONE):
@@ -119,7 +119,7 @@ def _require_free(port: int) -> None:
 
 def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> str:
     """Return the answers of checkpoints to a prompt as HTML, and a group of each where nothing is drawn."""
-    from grpo_jax.reports.page import render, section
+    from grpo_jax.reports.page import render
     from grpo_jax.runs.results import shown_episode
 
     row, display = asker.row(prompt, seed), asker.ctx.config.task.display
@@ -127,12 +127,12 @@ def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> 
     plain = asker.unchanged(row)
     judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
     entries = [shown_episode(row, one)._replace(title=name, prompt="") for name, one in judged.items()]
-    sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("episodes", entries, display)]
+    sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("shown_episodes", entries, display)]
     for name in () if asker.draws else checkpoints:
         episodes = asker.write(row, name, group=True)
         rows = [[one.last.completion, *one.last.rewards.values()] for one in episodes]
-        table = render("table", ["completion", *episodes[0].last.rewards], rows)
-        sections.append(section(f"A group of {name}, sampled as in training", table))
+        title = f"A group of {name}, sampled as in training"
+        sections.append(render("table", title, ["completion", *episodes[0].last.rewards], rows))
     return "".join(sections)
 
 

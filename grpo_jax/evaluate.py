@@ -31,11 +31,11 @@ def make_parser() -> argparse.ArgumentParser:
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config.named import IN_PYTHON
     from grpo_jax.config.sections import MeshSection
-    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import START, restore_variables, run_config
+    from grpo_jax.runs.processes import enable_compile_cache
     from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of

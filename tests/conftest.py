@@ -87,14 +87,6 @@ def forget_programs(modules):
     gc.collect()
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """A write that failed is tried again at once, and not for seconds."""
-    from grpo_jax.runs import directory
-
-    monkeypatch.setattr(directory, "FIRST_PAUSE", 0.01)
-
-
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A task for the commands: policy, prompts, judge and config, one for all test files of a worker."""

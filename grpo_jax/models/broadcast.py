@@ -92,7 +92,7 @@ def any_process(flag: bool) -> bool:
     return flag if process_count() == 1 else "1" in exchange("1" if flag else "0")
 
 
-def together(compute: Callable[[], _Result]) -> _Result:
+def on_all_processes(compute: Callable[[], _Result]) -> _Result:
     """Return this process's result. Raises UserError in all processes if one of them raises it."""
     if process_count() == 1:
         return compute()
@@ -110,5 +110,5 @@ def from_main_process(compute: Callable[[], _Result]) -> _Result:
     """Return process 0's result, which is JSON, in all processes; the others do not compute it."""
     if process_count() == 1:
         return compute()
-    found = together(lambda: json.dumps(compute()) if is_main_process() else "")
+    found = on_all_processes(lambda: json.dumps(compute()) if is_main_process() else "")
     return json.loads(exchange(found)[0])

@@ -1,33 +1,57 @@
-"""Line charts as SVG, and which of them a run has: its task's first, then what every run measures."""
+"""Line charts of a run: its task's first, then those of every run. page.html draws them as SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-from grpo_jax.reports.page import Rows, number, render, section, stroke
+from grpo_jax.config.files import Values
 from grpo_jax.tasks.task import Chart, Curve, Display, of_turns
 
-_WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
+"""Where the axes are in page.html's drawing of 320 x 190."""
 _MAX_POINTS = 500
 _MAX_MARKS = 100  # points of a line that show their values under the pointer
 _MOST_LINES = 24  # that `page.stroke` tells apart
 
+Rows = Sequence[Values]
+"""Rows of metrics.jsonl."""
 
-class Series(NamedTuple):
-    """One line: its name and (step, value) points in order; a sparse one is drawn with dots."""
+_OF_EVERY_RUN = (
+    Chart("KL to the reference", (Curve("kl", "kl"),)),
+    Chart("Explained variance of the values", (Curve("value/explained_variance", "explained"),)),
+    Chart("Values", (Curve("value/mean", "value"), Curve("value/return", "return"))),
+    Chart("Dynamic sampling", (Curve("groups_kept", "kept groups"), Curve("draws", "draws"))),
+    Chart("Entropy of the policy", (Curve("entropy", "entropy"),)),
+    Chart("Completion length, tokens", (Curve("completion_tokens", "mean"), Curve("completion_tokens_max", "longest"))),
+    Chart("Turns of an episode", (Curve("turns", "mean"),)),
+    Chart(
+        "Shares",
+        (
+            Curve("truncated", "truncated"),
+            Curve("invalid", "invalid"),
+            Curve("duplicates", "duplicates in group"),
+            Curve("unchanged", "unchanged prompts"),
+        ),
+    ),
+    Chart("Gradient norm", (Curve("grad_norm", "norm"),)),
+    Chart("Clipped tokens", (Curve("clip_low", "below"), Curve("clip_high", "above"))),
+)
+"""Curves that are 0 throughout, as of a KL without a reference, are left out of these."""
 
-    name: str
-    points: Sequence[tuple[float, float]]
-    sparse: bool = False
 
-
-def series_of(rows: Rows, key: str, name: str, *, sparse: bool = False) -> Series:
-    """Collect a metric over steps, leaving out rows that lack it."""
-    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    return Series(name, [point for point in points if math.isfinite(point[1])], sparse)
+def number(value: float | None) -> str:
+    """Format a number for people: three significant digits, no exponent where that is readable."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == int(value) and abs(value) < 1e5:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e5:
+        digits = max(0, 2 - math.floor(math.log10(abs(value))))
+        text = f"{value:.{digits}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -43,16 +67,6 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(index * step, max(12, 3 - exponent)) for index in range(first, last + 1)]
 
 
-def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Format ticks with as many digits as it takes to tell them apart."""
-    texts = [number(tick) for tick in ticks]
-    for digits in range(4, 17):
-        if len(set(texts)) == len(texts):
-            break
-        texts = [f"{tick:.{digits}g}" for tick in ticks]
-    return texts
-
-
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return the exponential moving average without the bias of its start."""
     out, total, norm = [], 0.0, 0.0
@@ -62,17 +76,22 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     return out
 
 
-def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
-    """Draw an HTML figure: legend, axes and lines; noisy series are drawn faint with a smooth line over them.
+def points_of(rows: Rows, metric: str) -> list[tuple[float, float]]:
+    """Return a metric's (step, value), without rows that lack it."""
+    points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]
+    return [point for point in points if math.isfinite(point[1])]
 
-    Empty series are left out, and those beyond `_MOST_LINES`; with none left the result is empty. The note stands
-    under the heading.
+
+def draw(chart: Chart, rows: Rows) -> Values | None:
+    """Return a chart's ticks and lines in the coordinates of page.html; None without a point.
+
+    A noisy line is drawn faint with a smooth one over it, a short or sparse one with dots.
     """
-    series = [line for line in series if line.points][:_MOST_LINES]
-    if not series:
-        return ""
-    xs = [x for line in series for x, _ in line.points]
-    ys = [y for line in series for _, y in line.points]
+    curves = [(curve, points) for curve in chart.curves if (points := points_of(rows, curve.metric))][:_MOST_LINES]
+    if not curves:
+        return None
+    xs = [x for _, points in curves for x, _ in points]
+    ys = [y for _, points in curves for _, y in points]
     y_ticks = nice_ticks(min(ys), max(ys))
     x_ticks = [tick for tick in nice_ticks(min(xs), max(xs), 5) if min(xs) <= tick <= max(xs) and tick == int(tick)]
     x_span = (max(xs) - min(xs)) or 1.0
@@ -86,127 +105,85 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
     def path(points: Sequence[tuple[float, float]]) -> str:
         return "L".join(f"{to_x(x)} {to_y(y)}" for x, y in points[:: -(-len(points) // _MAX_POINTS)])
 
-    lines = []
-    for index, line in enumerate(series):
-        style = stroke(index)
-        dots = line.sparse or len(line.points) < 12
-        trend = smoothed([y for _, y in line.points])
-        smooth = line.points if dots else list(zip([x for x, _ in line.points], trend, strict=True))
-        marked = line.points[:: -(-len(line.points) // _MAX_MARKS)]
+    lines: list[dict[str, Any]] = []
+    for curve, points in curves:
+        dots = curve.sparse or len(points) < 12
+        steps, values = zip(*points, strict=True)
+        marked = points[:: -(-len(points) // _MAX_MARKS)]
         lines.append(
             {
-                "name": line.name,
-                "last": line.points[-1][1],
-                "stroke": style,
-                "colour": style.partition(";")[0].replace("stroke:", "color:"),
+                "name": curve.label,
+                "last": values[-1],
                 "dots": dots,
-                "raw": "" if dots else path(line.points),
-                "smooth": path(smooth),
-                "marks": [(to_x(x), to_y(y), f"iteration {number(x)}: {line.name} {number(y)}") for x, y in marked],
+                "raw": "" if dots else path(points),
+                "smooth": path(points if dots else list(zip(steps, smoothed(values), strict=True))),
+                "marks": [(to_x(x), to_y(y), x, y) for x, y in marked],
             }
         )
-    frame = {
-        "width": _WIDTH,
-        "height": _HEIGHT,
-        "left": _LEFT,
-        "right": _RIGHT,
-        "bottom": _BOTTOM,
+    texts = [number(tick) for tick in y_ticks]
+    if len(set(texts)) < len(texts):  # a narrow range
+        texts = [f"{tick:.9g}" for tick in y_ticks]
+    return {
+        "title": chart.title,
+        "note": chart.note,
         "x_ticks": [(number(tick), to_x(tick)) for tick in x_ticks],
-        "y_ticks": [(text, tick == 0, to_y(tick)) for text, tick in zip(tick_texts(y_ticks), y_ticks, strict=True)],
+        "y_ticks": [(text, tick == 0, to_y(tick)) for text, tick in zip(texts, y_ticks, strict=True)],
+        "lines": lines,
     }
-    return render("chart", title, note, frame, lines)
 
 
-def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
-    """Return the section of a run's curves; "" without metrics.
-
-    `starts` are the iterations done when a process began: the one after compiles.
-    """
-    charts = [*(_drawn(chart, rows) for chart in charts_of(rows, display)), _seconds_chart(rows, starts)]
-    if not any(charts):
-        return ""
-    content = render("charts", charts)
-    note = (
-        "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones; under the pointer, those "
-        "of an iteration."
-    )
-    return section("Training", content, note)
+def drawn_charts(rows: Rows, starts: Sequence[int], display: Display) -> list[Values]:
+    """Return a run's charts with a point; `starts` are the iterations done when a process began."""
+    drawn = [*(draw(chart, rows) for chart in charts_of(rows, display)), _draw_seconds(rows, starts)]
+    return [chart for chart in drawn if chart]
 
 
-def _names(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(key for row in rows for key in row))
-
-
-def _drawn(chart: Chart, rows: Rows) -> str:
-    lines = [series_of(rows, curve.metric, curve.label, sparse=curve.sparse) for curve in chart.curves]
-    return line_chart(chart.title, lines, note=chart.note)
-
-
-def _seconds_chart(rows: Rows, starts: Sequence[int]) -> str:
-    """Chart seconds without iterations that compiled, which would set the scale; the note has theirs."""
+def _draw_seconds(rows: Rows, starts: Sequence[int]) -> Values | None:
+    """Draw seconds without iterations that compiled, which would set the scale; the note has theirs."""
     first = {start + 1 for start in starts}
-    later = [row for row in rows if row["step"] not in first]
-    compiling = [
+    compiled = [
         f"iteration {row['step']} with {number(row.get('seconds/total'))} s" for row in rows if row["step"] in first
     ]
-    names = [name for name in _names(rows) if name.startswith("seconds/") and name != "seconds/total"]
-    lines = [series_of(later, name, name.removeprefix("seconds/").replace("_", " ")) for name in names]
-    note = f"Left out, for then programs are compiled: {', '.join(compiling)}." if compiling else ""
-    return line_chart("Seconds per iteration", lines, note=note)
+    note = f"Left out, for then programs are compiled: {', '.join(compiled)}." if compiled else ""
+    curves = [curve for curve in _group(rows, "seconds/") if curve.label != "total"]
+    return draw(Chart("Seconds per iteration", tuple(curves), note), [row for row in rows if row["step"] not in first])
+
+
+def _group(rows: Rows, prefix: str, suffix: str = "", *, sparse: bool = False) -> list[Curve]:
+    """Return a curve for each metric of a prefix and a suffix, labelled by what is between."""
+    names = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith(suffix))
+    return [Curve(key, key.removeprefix(prefix).removesuffix(suffix).replace("_", " "), sparse) for key in names]
 
 
 def charts_of(rows: Rows, display: Display) -> list[Chart]:
     """Return the charts of these rows; a chart may have no curve."""
-    names = _names(rows)
-
-    def group(prefix, suffix=""):
-        chosen = [name for name in names if name.startswith(prefix) and name.endswith(suffix)]
-        return [(name, name.removeprefix(prefix).removesuffix(suffix).replace("_", " ")) for name in chosen]
-
-    def chart(title, keys, *, sparse=False, note=""):
-        return Chart(title, tuple(Curve(key, name, sparse) for key, name in keys), note)
-
-    def computed(keys):
-        """Return the keys, or none where all is 0, as of a KL without a reference."""
-        return keys if any(row.get(key) for row in rows for key, _ in keys) else []
-
-    rewards = group("reward/", "/mean")
-    rewards.sort(key=lambda pair: pair[1] != "total")
-    if len(rewards) == 2 and rewards[0][1] == "total":
+    rewards = sorted(_group(rows, "reward/", "/mean"), key=lambda curve: curve.label != "total")
+    if len(rewards) == 2 and rewards[0].label == "total":
         rewards = rewards[1:]  # a single objective is its own total, up to its weight
-    charted = {curve.metric for chart in display.charts for curve in chart.curves}
     hidden = (*display.hidden, "completion tokens", "valid")
-    watched = [(k, n) for k, n in group("eval_rewards/", "/mean") if k not in charted and n not in hidden]
-    measures = {key.removeprefix("validation/") for key in names}
-    validated = [
-        (key, name)
-        for key, name in group("validation/")
-        if name not in hidden and not of_turns(key.removeprefix("validation/"), measures)
+    charted = {curve.metric for chart in display.charts for curve in chart.curves}
+    watched = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
+    validation = _group(rows, "validation/", sparse=True)
+    measures = [curve.metric.removeprefix("validation/") for curve in validation]
+    validation = [
+        curve
+        for curve, name in zip(validation, measures, strict=True)
+        if curve.label not in hidden and not of_turns(name, measures)
     ]
-    by_turn = [(key, label.replace("@turn", ", turn ")) for key, label in group("reward/") if "@turn" in key]
+    by_turn = [
+        curve._replace(label=curve.label.replace("@turn", ", turn "))
+        for curve in _group(rows, "reward/")
+        if "@turn" in curve.metric
+    ]
     return [
         *display.charts,
-        chart("Rewards", rewards),
-        chart("Rewards turn by turn", by_turn),
-        chart("Watched, never trained on", watched),
-        chart("Validation", validated, sparse=True),
-        chart("KL to the reference", computed([("kl", "kl")])),
-        chart("Explained variance of the values", [("value/explained_variance", "explained")]),
-        chart("Values", [("value/mean", "value"), ("value/return", "return")]),
-        chart("Groups that teach, of dynamic sampling", [("groups_kept", "kept"), ("draws", "draws")]),
-        chart("Entropy of the policy", [("entropy", "entropy")]),
-        chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
-        chart("Turns of an episode", [("turns", "mean")]),
-        chart("Groups without signal", group("zero_variance_groups/")),
-        chart(
-            "Shares",
-            [
-                ("truncated", "truncated"),
-                ("invalid", "invalid"),
-                ("duplicates", "duplicates in group"),
-                *computed([("unchanged", "unchanged prompts")]),
-            ],
+        Chart("Rewards", tuple(rewards)),
+        Chart("Rewards turn by turn", tuple(by_turn)),
+        Chart("Evaluation rewards, never trained on", tuple(watched)),
+        Chart("Validation", tuple(validation)),
+        Chart("Groups without signal", tuple(_group(rows, "zero_variance_groups/"))),
+        *(
+            chart._replace(curves=tuple(c for c in chart.curves if any(row.get(c.metric) for row in rows)))
+            for chart in _OF_EVERY_RUN
         ),
-        chart("Gradient norm", [("grad_norm", "norm")]),
-        chart("Clipped tokens", computed([("clip_low", "below"), ("clip_high", "above")])),
     ]

@@ -16,7 +16,7 @@ from grpo_jax.tasks.task import Display
 
 Update = Callable[[int, Mapping[str, float]], None]
 """(step, metrics) → shown in the live line."""
-_LIVE = (("loss", "loss"), ("zero_variance_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
+_LIVE = (("loss", "loss"), ("zero_variance_groups/total", "zero var"), ("kl", "kl"), ("entropy", "entropy"))
 
 
 class LastingStream(io.TextIOBase):
@@ -58,20 +58,15 @@ class LastingStream(io.TextIOBase):
 class Console:
     """Lines to the terminal and to train.log."""
 
-    def __init__(self, log: str | Path | None = None, *, stream: TextIO | None = None):
-        """Open the log to append, if there is one; `stream` is written in place of standard output."""
+    def __init__(self, log: str | Path, *, stream: TextIO | None = None):
+        """Open the log to append; `stream` is written in place of standard output."""
         from rich.console import Console as Terminal
 
         self._stream = LastingStream(stream)
         self._noted = False
         file = cast(IO[str], self._stream)
         self._terminal = Terminal(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._log = None if log is None else AppendedFile(log)
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether someone may be watching: bars are drawn, else lines are printed now and then."""
-        return self._terminal.is_terminal
+        self._log = AppendedFile(log)
 
     def info(self, text: str = "", detail: str | None = None, *, style: str | None = None) -> None:
         """Print a line; with a detail, one of a run's opening: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
@@ -90,8 +85,6 @@ class Console:
 
     def record(self, text: str) -> None:
         """Write a line to the log alone."""
-        if self._log is None:
-            return
         if self._stream.lost and not self._noted:
             self._noted = True
             self._log.write("warning: the terminal is gone; the run goes on\n")
@@ -113,7 +106,7 @@ class Console:
         left = TextColumn("eta {task.fields[eta]}", markup=False)
         figures = TextColumn("{task.fields[status]}", markup=False, table_column=rest)
         columns = (BarColumn(bar_width=16), MofNCompleteColumn(), left, figures)
-        visible = self.is_terminal
+        visible = self._terminal.is_terminal
         with Bar(*columns, console=self._terminal, disable=not visible, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
             every = max(1, total // 20) if every is None else every
@@ -139,8 +132,7 @@ class Console:
 
     def close(self) -> None:
         """Close the log."""
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
 
 
 def status(metrics: Mapping[str, float], display: Display = Display()) -> str:

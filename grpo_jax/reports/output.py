@@ -1,26 +1,42 @@
-"""All output of a run but its checkpoints: folder, terminal, log, metrics, completions, report."""
+"""All output of a run but its checkpoints: folder, terminal, log, metrics, completions, report.
+
+metrics.jsonl is always written, TensorBoard and Weights & Biases if `report_to` names them.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
+import os
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
 from grpo_jax.config.fields import to_yaml
-from grpo_jax.config.files import Values
+from grpo_jax.config.files import Values, read_text
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.models.broadcast import is_main_process, together
+from grpo_jax.models.broadcast import is_main_process, on_all_processes
 from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
 from grpo_jax.reports.console import Console, Update, result_lines
-from grpo_jax.reports.page import RunEnd, write_end
-from grpo_jax.reports.report import write_final_report
-from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
+from grpo_jax.reports.page import RunEnd, write_end, write_report
 from grpo_jax.rollout.env import EnvError
 from grpo_jax.rollout.rewards import RewardError
-from grpo_jax.runs.directory import RunDirectory, read_metrics
-from grpo_jax.tasks.task import Finished
+from grpo_jax.runs.directory import (
+    AppendedFile,
+    RunDirectory,
+    finite,
+    read_metrics,
+    truncate_metrics,
+    write_atomically,
+)
+from grpo_jax.tasks.task import Finished, GalleryEntry
+
+_COMPLETIONS = 64  # of an iteration, in a table of Weights & Biases
+_CELLS = (str, bool, int, float, type(None))
 
 
 class RunOutput:
@@ -33,7 +49,12 @@ class RunOutput:
             UserError: The run directory cannot be used, a service of `report_to` is not installed, or nobody is
                 logged in to the hub that the policy is to be pushed to.
         """
-        require_writers(config.report_to)
+        if "wandb" in config.report_to:
+            try:
+                importlib.import_module("wandb")
+            except ImportError as error:
+                fix = "pip install wandb, or leave it out of report_to"
+                raise UserError(f"report_to: wandb is not installed; {fix}") from error
         self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
         if self._repo:
             require_hub(self._repo)
@@ -48,23 +69,28 @@ class RunOutput:
             self.directory.close()
             raise
         self.info, self.warning = self.console.info, self.console.warning
-        self._writers: list[MetricWriter] = []
+        self._metrics: AppendedFile | None = None
+        self._services: list[TensorBoard | WeightsAndBiases] = []
         self._show: Update | None = None
         self._open_line = ExitStack()
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
-        """Remove the output after a step (0 for a new run), open the metric writers and return the number of rows.
+        """Remove the output after a step (0 for a new run), open the metrics and return the number of rows.
 
         `step` is the last whose completions stay, `rows` the last whose metrics stay (the same if None).
         """
-        resume_step = (step if rows is None else rows) if self._config.resume else None
+        rows = step if rows is None else rows
         if self._config.resume:
             self.directory.forget_completions(step)
-        self._writers, notes = open_writers(
-            self.directory, self._config.report_to, resume_step=resume_step, config=self._config.model_dump()
-        )
-        for note in notes:
-            self.warning(note)
+            truncate_metrics(self.directory.metrics, rows)
+        self._metrics = AppendedFile(self.directory.metrics)
+        if "tensorboard" in self._config.report_to:
+            try:
+                self._services.append(TensorBoard(self.directory, rows if self._config.resume else None))
+            except ImportError:
+                self.warning("no TensorBoard events: pip install tensorboard adds them")
+        if "wandb" in self._config.report_to:
+            self._services.append(WeightsAndBiases(self.directory, self._config.model_dump()))
         return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:
@@ -74,26 +100,25 @@ class RunOutput:
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Write the completions of an iteration: columns, one entry each."""
         self.directory.write_completions(step, columns)
-        for writer in list(self._writers):
-            self._try(writer, lambda writer=writer: writer.completions(step, columns))
+        self._tell(lambda service: service.completions(step, columns))
 
     def iteration(self, row: Values) -> None:
-        """Write and show one iteration by its metrics, with "step"."""
+        """Write and show one iteration by its metrics, with "step"; a number that is not finite becomes null."""
         step = int(row["step"])
-        for writer in list(self._writers):
-            self._try(writer, lambda writer=writer: writer.write(step, row))
+        assert self._metrics is not None
+        self._metrics.write(json.dumps(finite({"step": step, **row})) + "\n")
+        self._tell(lambda service: service.write(step, row))
         if self._show is not None:
             self._show(step, row)
 
-    def _try(self, writer: MetricWriter, act: Callable[[], None]) -> None:
-        """Write something that the run can do without: a failure ends its writer with a note."""
-        try:
-            act()
-        except Exception as error:
-            if isinstance(writer, JsonLines):
-                raise
-            self._writers.remove(writer)
-            self.warning(f"no more events for {type(writer).__name__}: {one_line(error)}")
+    def _tell(self, act: Callable[[TensorBoard | WeightsAndBiases], None]) -> None:
+        """Tell each service, which the run can do without: a failure ends it with a warning."""
+        for service in list(self._services):
+            try:
+                act(service)
+            except Exception as error:
+                self._services.remove(service)
+                self.warning(f"no more events for {type(service).__name__}: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
         """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run.
@@ -104,13 +129,11 @@ class RunOutput:
         summary = finished.summary
         if self.directory.policy.is_dir():
             write_card(self.directory.policy, base=config.policy.path)
-        self.directory.write_images(finished.gallery)
-        self.directory.write_episodes(finished.episodes)
+        self.directory.write_images(finished.gallery, finished.episodes)
         end = RunEnd(finished.gallery, finished.episodes, finished.tables, starts, to_yaml(config))
         write_end(self.directory, end)
-        write_final_report(self.directory, self._display, summary, end)
-        for writer in list(self._writers):
-            self._try(writer, lambda writer=writer: writer.finish(summary, finished.gallery))
+        write_report(self.directory, self._display, summary=summary)
+        self._tell(lambda service: service.finish(summary, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete
         self.info()
         for line in [*result_lines(summary, self._display), *finished.lines]:
@@ -123,26 +146,17 @@ class RunOutput:
             )
         self.info(f"report: {self.directory.report}", style="bold green")
         if self._repo and self.directory.policy.is_dir():
-            self._push()
-
-    def _push(self) -> None:
-        """Push the policy's folder; a hub that refuses is a note, for the run is complete."""
-        try:
-            address = push_folder(self.directory.policy, self._repo)
-        except UserError as error:
-            self.warning(str(error))
-        else:
-            self.info(f"pushed: {address}")
+            try:
+                self.info(f"pushed: {push_folder(self.directory.policy, self._repo)}")
+            except UserError as error:  # the run is complete
+                self.warning(str(error))
 
     def close(self) -> None:
-        """Close live line, writers and log."""
+        """Close live line, metrics and log."""
         self._end_line()
-        writers, self._writers = self._writers, []
-        for writer in writers:
-            try:
-                writer.close()
-            except Exception as error:
-                self.warning(f"{type(writer).__name__} did not end well: {one_line(error)}")
+        self._tell(lambda service: service.close())
+        if self._metrics is not None:
+            self._metrics.close()
         self.console.close()
 
     def __enter__(self) -> RunOutput:
@@ -170,7 +184,7 @@ class RunOutput:
 
 def open_output(config: Any) -> RunOutput | NoOutput:
     """Open a run's output; of several processes process 0 has it."""
-    return together(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
+    return on_all_processes(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
 
 
 class NoOutput:
@@ -196,17 +210,106 @@ class NoOutput:
         """Leave the folder to process 0."""
 
 
-def _raised_by_a_reward(error: BaseException | None) -> BaseException | None:
-    """Return what a user's reward or environment raised, if that is the cause."""
-    while error is not None and not isinstance(error, RewardError | EnvError):
-        error = error.__cause__
-    return None if error is None else error.__cause__
-
-
 def _error_text(error: BaseException) -> str:
+    """Return the log's text of an error: a line, with the traceback of a user's reward or environment."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, UserError | StageError):
-        raised = _raised_by_a_reward(error)
-        return "".join([*(traceback.format_exception(raised) if raised else ()), f"error: {error}"])
-    return "".join(traceback.format_exception(error)).rstrip()
+    if not isinstance(error, UserError | StageError):
+        return "".join(traceback.format_exception(error)).rstrip()
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RewardError | EnvError):
+        cause = cause.__cause__
+    raised = traceback.format_exception(cause.__cause__) if cause is not None and cause.__cause__ else []
+    return "".join([*raised, f"error: {error}"])
+
+
+class TensorBoard:
+    """Event files, through the tensorboard package alone."""
+
+    def __init__(self, run: RunDirectory, resume_step: int | None):
+        """Open a new event file; `resume_step` makes TensorBoard forget all events after that step."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._proto: Any = event_pb2
+        self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue] made at run time
+        self._writer = EventFileWriter(str(run.tensorboard))
+        if resume_step is not None:
+            start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            self._add(resume_step + 1, session_log=start)
+
+    def _add(self, step: int, **content: object) -> None:
+        self._writer.add_event(self._proto.Event(wall_time=time.time(), step=step, **content))
+
+    def write(self, step: int, metrics: Values) -> None:
+        """Write the numbers of a row as scalars."""
+        named = numbers(metrics).items()
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in named]
+        self._add(step, summary=self._summary(value=values))
+        self._writer.flush()
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
+        """Leave completions out."""
+
+    def finish(self, summary: Values, gallery: Sequence[GalleryEntry]) -> None:
+        """Leave the summary out."""
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run on Weights & Biases, the same one again on resume: the run directory keeps its id."""
+
+    def __init__(self, run: RunDirectory, config: Values):
+        """Start or continue the run; UserError if wandb refuses."""
+        import wandb
+
+        self._wandb = wandb
+        id_file = run.path / "wandb_id"
+        identity = read_text(id_file).strip() if id_file.exists() else f"{time.time_ns():x}"
+        project = os.environ.get("WANDB_PROJECT", "grpo_jax")
+        named = {"project": project, "name": run.path.name, "dir": str(run.path), "id": identity}
+        try:
+            self._run = wandb.init(**named, resume="allow", config=dict(config))
+        except Exception as error:
+            reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
+            hint = "run `wandb login`, or set WANDB_MODE=offline"
+            raise UserError(f"report_to: wandb does not start ({reason}); {hint}") from error
+        write_atomically(id_file, identity)
+
+    def write(self, step: int, metrics: Values) -> None:
+        """Log the numbers of a row."""
+        self._run.log(numbers(metrics), step=step)
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
+        """Log the first of them as a table, with the iteration's numbers."""
+        first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
+        cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
+        table = self._wandb.Table(columns=list(cells), data=[list(row) for row in zip(*cells.values(), strict=True)])
+        self._run.log({"completions": table}, step=step)
+
+    def finish(self, summary: Values, gallery: Sequence[GalleryEntry]) -> None:
+        """Update the run's summary, and log the gallery's pictures under their texts."""
+        self._run.summary.update(finite(summary))
+        pairs = [pair for entry in gallery for pair in ((entry.prompt, entry.before), (entry.completion, entry.after))]
+        if images := [self._wandb.Image(picture, caption=text) for text, picture in pairs if picture is not None]:
+            self._run.log({"gallery": images})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def numbers(metrics: Values) -> dict[str, float]:
+    """Return the finite numbers of a row, without its step."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name != "step" and value is not None and not isinstance(value, str) and math.isfinite(float(value))
+    }
+
+
+def _plain(value: Any) -> object:
+    return value.item() if hasattr(value, "item") else value

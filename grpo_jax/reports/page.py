@@ -9,7 +9,8 @@ import base64
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +21,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_jax.config.files import Values, load_json, read_text
 from grpo_jax.errors import UserError, one_line
+from grpo_jax.reports.charts import Rows, drawn_charts, number
 from grpo_jax.reports.console import suspicions
 from grpo_jax.rollout.pictures import png
-from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
+from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
 from grpo_jax.tasks.task import Display, EpisodeEntry, GalleryEntry, Table, of_turns
 
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
-_ROWS_SHOWN = 200
-MISSING = "–"
-Rows = Sequence[Values]
-"""Rows of metrics.jsonl."""
-Measures = Mapping[str, float | None]
+_ITERATIONS_SHOWN = 5
+_COMPLETIONS_SHOWN = 40  # of each of these iterations
+_LONGEST = 2000  # characters of one text
 
 
 class RunEnd(NamedTuple):
@@ -51,28 +51,57 @@ class RunEnd(NamedTuple):
     config: str = ""
 
 
-def number(value: float | None) -> str:
-    """Format a number for people: three significant digits, no exponent where that is readable."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    if value == int(value) and abs(value) < 1e5:
-        return str(int(value))
-    if 1e-3 <= abs(value) < 1e5:
-        digits = max(0, 2 - math.floor(math.log10(abs(value))))
-        text = f"{value:.{digits}f}"
-        return text.rstrip("0").rstrip(".") if "." in text else text
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+def write_report(
+    run: RunDirectory, display: Display = Display(), *, path: str | Path = "", summary: Values | None = None
+) -> None:
+    """Write the page of a run with metrics from its directory; of one that ends, with its summary to be."""
+    rows, end = read_metrics(run.metrics), read_end(run)
+    summary = _read_summary(run, rows) if summary is None else finite(summary)
+    if not summary:
+        end = RunEnd(config=end.config)
+    completions = completions_table(run.completions)
+    write_atomically(path or run.report, render_report(run.path.name, summary, display, rows, end, completions))
 
 
-def stroke(place: int) -> str:
-    """Return the style of a chart's line: six colours of page.css, then the same ones dashed."""
-    dashes = ("", "6 3", "2 3", "9 3 2 3")[place // 6 % 4]
-    return f"stroke: var(--series-{place % 6 + 1}); stroke-dasharray: {dashes}".removesuffix("; stroke-dasharray: ")
+def render_report(
+    title: str,
+    summary: Values,
+    display: Display = Display(),
+    rows: Rows = (),
+    end: RunEnd = RunEnd(),
+    completions: Table | None = None,
+) -> str:
+    """Render the page of a run, whose summary is empty until it has finished.
+
+    `evaluation.<measure>.{before, after, oracle}` of the summary makes the headline. `completions` are some of
+    training.
+    """
+    claims, measures = _headline(summary, display)
+    if not summary and rows:
+        claims.append(f"Not finished: after iteration {rows[-1]['step']}.")
+    plain = {k: v for k, v in summary.items() if k != "evaluation" and not isinstance(v, Mapping | list | tuple)}
+    named = ("seconds", "versions", "devices")
+    groups = {name: summary[name] for name in named if isinstance(summary.get(name), Mapping)}
+    return render(
+        "report",
+        title,
+        style(),
+        claims,
+        measures,
+        end.gallery,
+        _gallery_note(end.gallery),
+        end.episodes,
+        drawn_charts(rows, end.starts, display),
+        [*([completions] if completions else ()), *end.tables],
+        {"run": plain, **groups},
+        end.config,
+        display,
+    )
 
 
-def render(macro: str, *arguments: object, **options: object) -> Markup:
+def render(macro: str, *arguments: object) -> Markup:
     """Call a macro of page.html."""
-    return getattr(_macros(), macro)(*arguments, **options)
+    return getattr(_macros(), macro)(*arguments)
 
 
 @functools.cache
@@ -80,14 +109,9 @@ def _macros() -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, stroke, _label, _value, _picture, _cell, _fact)
+    filters = (number, _stroke, _label, _value, _picture, _cell, _fact)
     environment.filters.update({function.__name__.removeprefix("_"): function for function in filters})
     return environment.get_template("page.html").module
-
-
-def document(title: str, sections: Iterable[str]) -> str:
-    """Return an HTML file that stands alone and whose policy lets no script run and nothing be fetched."""
-    return str(render("document", title, style(), map(Markup, sections)))
 
 
 def style() -> Markup:
@@ -95,43 +119,23 @@ def style() -> Markup:
     return Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
 
 
-def section(title: str, content: str, note: str = "") -> str:
-    """Return a section; empty where its content is."""
-    return render("section", title, Markup(content), note) if content else ""
-
-
-def gallery_section(gallery: Sequence[GalleryEntry], display: Display) -> str:
-    """Return the section of pairs before and after training."""
-    shown = render("gallery", gallery, display) if gallery else ""
-    return section("Before and after", shown, _gallery_note(gallery))
-
-
-def episodes_section(episodes: Sequence[EpisodeEntry], display: Display) -> str:
-    """Return the section of episodes."""
-    note = "Held-out prompts after training, greedy, chosen by place. Grey: what the policy read. Black: what it wrote."
-    return section("Episodes", render("episodes", episodes, display) if episodes else "", note)
-
-
-def headline(title: str, summary: Values, display: Display, rows: Rows) -> str:
-    """Return the head of a run's page: its first measure in a sentence, a card for each."""
+def _headline(summary: Values, display: Display) -> tuple[list[str], list[Values]]:
+    """Return the first measure in a sentence, with what is suspect, and a card for each measure."""
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):
         del evaluation["total"]  # of a single objective, which it is
     main = next((name for name in (*display.headline, "total", *evaluation) if name in evaluation), None)
-    claims: list[str] = []
-    measures: list[Values] = []
+    claims, measures = [], []
     if main is not None:
         claims.append(_claim(main, evaluation[main], summary.get("prompts"), display))
         names = [main, *(name for name in evaluation if name != main and not of_turns(name, evaluation))]
         measures = [_card(name, evaluation[name], display) for name in names]
-    claims += [Markup('<strong class="suspect">{}</strong>.').format(line) for line in suspicions(summary)]
-    if not summary and rows:
-        claims.append(f"Not finished: after iteration {rows[-1]['step']}.")
-    return render("headline", "grpo_jax run", title, claims, measures, display)
+    claims += [Markup("<strong>{}</strong>.").format(line) for line in suspicions(summary)]
+    return claims, measures
 
 
-def _claim(name: str, values: Measures, prompts: int | None, display: Display) -> Markup:
+def _claim(name: str, values: Mapping[str, float | None], prompts: int | None, display: Display) -> Markup:
     before, after, oracle = (values.get(kind) for kind in ("before", "after", "oracle"))
     arrow = Markup("{} {} → <strong>{}</strong>")
     claim = arrow.format(_label(name), _value(name, before, display), _value(name, after, display))
@@ -143,7 +147,7 @@ def _claim(name: str, values: Measures, prompts: int | None, display: Display) -
     return claim + "."
 
 
-def _card(name: str, values: Measures, display: Display) -> Values:
+def _card(name: str, values: Mapping[str, float | None], display: Display) -> Values:
     kinds = ("before", "after", "oracle")
     shown = {kind: _value(name, values.get(kind), display) for kind in kinds if values.get(kind) is not None}
     before, after = values.get("before"), values.get("after")
@@ -153,6 +157,20 @@ def _card(name: str, values: Measures, display: Display) -> Values:
         text = f"{size * 100:.1f} points" if _is_share(name) else _value(name, size, display)
         change = f"{'+' if after >= before else '−'}{text}"
     return {"name": name, "values": shown, "change": change}
+
+
+def _gallery_note(gallery: Sequence[GalleryEntry]) -> str:
+    if all(entry.after is None for entry in gallery):
+        return "Grey: the prompt. Black: the trained policy's completion."
+    if all(entry.before is None for entry in gallery):
+        return "Left: the prompt's picture. Right: the trained policy's."
+    return "Left: the prompt as it was typed. Right: the trained policy's rewrite of it. Both from the same noise."
+
+
+def _stroke(place: int) -> str:
+    """Return the style of a chart's line: six colours of page.css, then the same ones dashed."""
+    dashes = ("", "; stroke-dasharray: 6 3", "; stroke-dasharray: 2 3", "; stroke-dasharray: 9 3 2 3")
+    return f"color: var(--series-{place % 6 + 1}){dashes[place // 6 % 4]}"
 
 
 def _label(name: str) -> str:
@@ -165,21 +183,13 @@ def _is_share(name: str) -> bool:
 
 def _value(name: str, value: float | None, display: Display) -> str:
     if value is None or not math.isfinite(value):
-        return MISSING
+        return number(None)
     if _is_share(name):
         return f"{value:.1%}"
     if display.digits_of(name) > 3:
         return f"{value:.{display.digits_of(name)}f}"
     value = round(value, 2) + 0.0  # no "-0.00"
     return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
-
-
-def _gallery_note(gallery: Sequence[GalleryEntry]) -> str:
-    if all(entry.after is None for entry in gallery):
-        return "Grey: the prompt. Black: the trained policy's completion."
-    if all(entry.before is None for entry in gallery):
-        return "Left: the prompt's picture. Right: the trained policy's."
-    return "Left: the prompt as it was typed. Right: the trained policy's rewrite of it. Both from the same noise."
 
 
 def _picture(image: np.ndarray | None, kind: str) -> Markup:
@@ -193,15 +203,6 @@ def _picture(image: np.ndarray | None, kind: str) -> Markup:
     return tag.format(crisp, round(width * factor), round(height * factor), kind, data)
 
 
-def table_section(table: Table) -> str:
-    """Return the section of a table, cut after 200 rows; empty without any."""
-    if not table.rows:
-        return ""
-    columns = [_label(str(column)) for column in table.columns]
-    content = render("table", columns, table.rows[:_ROWS_SHOWN], len(table.rows) - _ROWS_SHOWN)
-    return section(table.title, content, table.note)
-
-
 def _cell(value: Any) -> Markup:
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool):
@@ -211,18 +212,38 @@ def _cell(value: Any) -> Markup:
     return Markup('<td class="text">{}</td>').format(value)
 
 
-def facts_section(summary: Values, config: str) -> str:
-    """Return the section of seconds, versions, devices and configuration."""
-    plain = {k: v for k, v in summary.items() if k != "evaluation" and not isinstance(v, Mapping | list | tuple)}
-    groups = {"run": plain}
-    for name in ("seconds", "versions", "devices"):
-        if isinstance(summary.get(name), Mapping):
-            groups[name] = summary[name]
-    return section("How it was run", render("facts", groups, config))
-
-
 def _fact(value: float | str | None) -> str:
     return number(value) if value is None or isinstance(value, float) else str(value)
+
+
+def completions_table(folder: str | Path) -> Table | None:
+    """Read the first completions of the first iteration, the last, and some between; None where there are none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    files = sorted(Path(folder).glob("step_*.parquet"))
+    places = {round(part * (len(files) - 1) / (_ITERATIONS_SHOWN - 1)) for part in range(_ITERATIONS_SHOWN)}
+    rows: list[Values] = []
+    for file in [files[place] for place in sorted(places) if files]:
+        with suppress(OSError, pyarrow.ArrowException), pyarrow.parquet.ParquetFile(file) as parquet:  # of a killed run
+            rows += parquet.read().slice(0, _COMPLETIONS_SHOWN).to_pylist()
+    if not rows:
+        return None
+    names = _columns(rows)
+    note = f"The first of {min(len(files), _ITERATIONS_SHOWN)} of {len(files)} iterations; all are in completions/."
+    return Table("Completions", names, [[_shortened(row.get(name)) for name in names] for row in rows], note)
+
+
+def _columns(rows: Rows) -> list[str]:
+    """Return the columns that the page shows, numbers before texts; raw completions only where they differ."""
+    shown = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str | int | float))
+    if all(row.get("raw_completion") == row.get("completion") for row in rows):
+        shown.pop("raw_completion", None)
+    return sorted(shown, key=lambda name: any(isinstance(row.get(name), str) for row in rows))
+
+
+def _shortened(value: object) -> object:
+    return f"{value[:_LONGEST]}…" if isinstance(value, str) and len(value) > _LONGEST else value
 
 
 def write_end(run: RunDirectory, end: RunEnd) -> None:
@@ -253,7 +274,7 @@ def read_end(run: RunDirectory) -> RunEnd:
         raise UserError(f"{run.end}: {place}: {one_line(first['msg'])}") from error
 
 
-def read_summary(run: RunDirectory, rows: Rows = ()) -> dict[str, Any]:
+def _read_summary(run: RunDirectory, rows: Rows) -> Values:
     """Read summary.json; empty for a run that has not finished, or goes on after it had."""
     if not run.summary.exists():
         return {}

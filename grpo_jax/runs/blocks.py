@@ -12,10 +12,8 @@ from typing import Any
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.compile_cache import enable_compile_cache
-from grpo_jax.runs.processes import join
+from grpo_jax.runs.processes import enable_compile_cache, join, versions
 from grpo_jax.runs.progress import Progress, Record, added, identity_of, require_same, with_total
-from grpo_jax.runs.results import versions
 from grpo_jax.runs.stopping import Callbacks, IterationEvent, stop_requests
 
 

@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.directory import MAX_ATTEMPTS, disk_errors, disk_reason, retry_write, saved_steps
+from grpo_jax.runs.directory import disk_errors, disk_reason, saved_steps
 from grpo_jax.runs.progress import Record as Meta
 
 EVALUATED = "variables"
@@ -42,7 +41,6 @@ MANIFEST = "checkpoint.json"
 """Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
 _UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
 _NAMES = ("best", "final")
-_REMOVAL_SECONDS = 1.0  # a running training may be removing the checkpoint that is read
 
 Result = TypeVar("Result")
 
@@ -66,7 +64,7 @@ class Checkpoints:
         """Open a folder, made if absent, and remove what an interrupted write left in it.
 
         `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
-        be writing). `warning` gets a line for each damaged checkpoint set aside and each write repeated.
+        be writing). `warning` gets a line for each damaged checkpoint that is set aside.
         """
         for library in ("absl", "asyncio"):  # they print the errors that they also raise
             logging.getLogger(library).setLevel(logging.CRITICAL + 1)
@@ -93,17 +91,15 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
         """Save a step, in the background unless `wait`; if it is there already, replace its metadata alone.
 
-        After a write that failed in the background, this one is waited for. Raises UserError if it fails as well, or
-        if the weights are not finite.
+        Raises UserError if the weights are not finite, and if this write or the one before fails.
         """
         assert not self._read_only
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
         path = self.folder / f"step_{step}"
-
-        def write() -> None:
-            self._manager.wait_until_finished()  # raises the error of the write before
+        with self._disk_errors():
+            self._manager.wait_until_finished()
             self.folder.stat()  # raises if it was deleted, where Orbax would make it again
             self._writing = {"step": step, "meta": meta}
             if broadcast(not path.is_dir()):
@@ -112,17 +108,6 @@ class Checkpoints:
                 write_manifest(path, read_manifest(path) | self._writing)
             if wait:
                 self._manager.wait_until_finished()
-
-        def on_retry(error: Exception, pause: float) -> None:
-            nonlocal wait
-            wait = True
-            self._clear()
-            self._warning(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
-
-        # Of several processes one cannot begin again alone: they end, and the run is resumed.
-        attempts = MAX_ATTEMPTS if process_count() == 1 else 1
-        with self._disk_errors():
-            retry_write(write, on_retry=on_retry, max_attempts=attempts)
 
     def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Save a step as `save` does, wait, and give it the name "best" or "final"."""
@@ -218,8 +203,6 @@ class Checkpoints:
             if not damage:
                 self._set_aside(damaged)
                 return int(path.name.removeprefix("step_"))
-            if self._is_gone(path):
-                return self._latest()
             damaged[path] = damage
         if damaged:
             reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
@@ -254,30 +237,20 @@ class Checkpoints:
             fix = f"there are: {', '.join(there)}" if there else "the run has not come to its first checkpoint"
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
         path = (self.folder / (found if found in _NAMES else f"step_{found}")).resolve()
-        damage = self._damage(path)
-        if damage and not self._is_gone(path):
+        if damage := self._damage(path):
             others = ", ".join(other for other in there if other != found) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
         return path.name
 
     def _reading(self, which: int | str, read: Callable[[Path], Result]) -> Result:
-        """Find a checkpoint and read it; again if a running training has removed it meanwhile."""
-        while True:
-            path = self.folder / from_main_process(lambda: self._find(which))
-            try:
-                return read(path)
-            except Exception as error:
-                if self._is_gone(path):
-                    continue
-                if isinstance(error, UserError):  # it can be read, and does not fit
-                    raise
-                raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
-
-    def _is_gone(self, path: Path) -> bool:
-        """Return whether a running training has removed a checkpoint that could not be read."""
-        if self._read_only:
-            time.sleep(_REMOVAL_SECONDS)
-        return self._read_only and not path.exists()
+        """Find a checkpoint and read it."""
+        path = self.folder / from_main_process(lambda: self._find(which))
+        try:
+            return read(path)
+        except UserError:  # it can be read, and does not fit
+            raise
+        except Exception as error:
+            raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
 
     def _seal(self) -> None:
         """Write the manifest of the step that is about to be committed; Orbax calls this before the rename."""
@@ -291,20 +264,15 @@ class Checkpoints:
             os._exit(2)
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
-    def _clear(self) -> None:
-        """Remove what an interrupted write left."""
-        for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
-            shutil.rmtree(left, ignore_errors=True)
-        with suppress(OSError):
-            self._manager.reload()
-
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
+        """Name the folder where a write fails, and remove what the write left."""
         try:
             with disk_errors(self.folder):
                 yield
         except UserError:
-            self._clear()
+            for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
+                shutil.rmtree(left, ignore_errors=True)
             raise
 
 

@@ -10,11 +10,10 @@ import os
 import shutil
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -39,9 +38,7 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock; a second time does nothing."""
-        if self._handle is None:
-            return
-        if _is_same(self._handle, self._path):
+        if self._handle is not None and _is_same(self._handle, self._path):
             self._path.unlink(missing_ok=True)
         self._close()
 
@@ -78,19 +75,14 @@ def _is_same(handle: int, path: Path) -> bool:
         return False
 
 
-Result = TypeVar("Result")
-MAX_ATTEMPTS = 4
-FIRST_PAUSE = 0.5
-"""Seconds before the second attempt; each further pause is four times as long."""
-
-
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names the path."""
+    """Turn an error of the disk into a UserError that names the path; tensorstore reports those as ValueError."""
+    words = ("OS error", "os_error_code", "No space left")
     try:
         yield
-    except Exception as error:
-        if not _is_disk_error(error):
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and not any(word in str(error) for word in words):
             raise
         folder = Path(path).parent
         if not folder.exists():
@@ -102,12 +94,6 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _is_disk_error(error: Exception) -> bool:
-    """Return whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
-    words = ("OS error", "os_error_code", "No space left")
-    return isinstance(error, OSError) or (isinstance(error, ValueError) and any(word in str(error) for word in words))
-
-
 def disk_reason(error: BaseException) -> str:
     """Return the system's own words for a disk error, or the first line of any other."""
     known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
@@ -115,44 +101,20 @@ def disk_reason(error: BaseException) -> str:
     return said or getattr(error, "strerror", None) or one_line(error, 80)
 
 
-def retry_write(
-    write: Callable[[], Result],
-    *,
-    on_retry: Callable[[Exception, float], None] = lambda error, pause: None,
-    max_attempts: int = MAX_ATTEMPTS,
-) -> Result:
-    """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long."""
-    lasting = (errno.ENOENT, errno.ENOTDIR, errno.EBADF)
-    for attempt in range(max_attempts - 1):
-        try:
-            return write()
-        except Exception as error:
-            if not _is_disk_error(error) or getattr(error, "errno", None) in lasting:
-                raise
-            pause = FIRST_PAUSE * 4**attempt
-            on_retry(error, pause)
-        time.sleep(pause)
-    return write()
-
-
-def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
-    """Write a whole file or nothing, through a temporary one beside it. Large data is a function of its pieces."""
+def write_atomically(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
+    """Write a whole file or nothing, through a temporary one beside it. Large data comes in pieces."""
     path = Path(path)
-    content = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
-
-    def write() -> None:
+    pieces = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
+    with disk_errors(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.writelines(content if isinstance(content, list) else content())
+                file.writelines(pieces)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-
-    with disk_errors(path):
-        retry_write(write)
 
 
 class AppendedFile:
@@ -168,8 +130,7 @@ class AppendedFile:
         data = memoryview(text.encode(errors="backslashreplace"))
         with disk_errors(self._path):
             while data:
-                written = retry_write(lambda left=data: self._file.write(left))
-                data = data[written:]
+                data = data[self._file.write(data) :]
 
     def close(self) -> None:
         """Close the file."""
@@ -198,23 +159,22 @@ class RunDirectory:
         self.start = self.path / "policy_start"  # a new policy, as it was before any training
         self.summary = self.path / "summary.json"
         self._lock: RunLock | None = None
-        self._found: set[Path] | None = None  # what was there before `open`; None where nothing is to be taken back
-        self._made: list[Path] = []  # folders that `open` had to make on the way here, the inner ones first
+        self._made: list[Path] = []  # folders that `open` made on the way here, the inner ones first
 
     @classmethod
     def open(cls, path: str | Path, *, resume: bool = False) -> RunDirectory:
         """Make the folder, or open an earlier run's with `resume`. UserError if it has a run already, or has none."""
-        run, made = cls(path), []
+        run = cls(path)
         try:
             if run.path.exists() and not run.path.is_dir():
                 raise UserError(f"{run.path} is a file; choose another --run_dir")
             if resume and not run.config.is_file():
                 raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
-            made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+            run._made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = RunLock(run.path)
         except (OSError, ValueError) as error:  # ValueError: a null byte
-            _remove_empty(made)
+            _remove_empty(run._made)
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"cannot write {short_name(run.path)} ({reason}): choose another --run_dir") from error
         if not resume:
@@ -225,7 +185,6 @@ class RunDirectory:
                 raise
             for folder in began:
                 shutil.rmtree(folder, ignore_errors=True)
-            run._found, run._made = {*run.path.rglob("*")} - {run.path / LOCK}, made
         return run
 
     def close(self) -> None:
@@ -238,14 +197,10 @@ class RunDirectory:
         return bool(saved_steps(self.checkpoints) or saved_steps(self.sft))
 
     def take_back(self) -> None:
-        """Remove what `open` and its successors wrote, not what was there before; nothing of a resumed run."""
-        if self._found is None:
-            return
-        with suppress(OSError):
-            for path in sorted(self.path.rglob("*"), reverse=True):  # what a folder holds comes before it
-                if path not in self._found:
-                    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-        _remove_empty(self._made)
+        """Remove the folder if `open` made it."""
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
+            _remove_empty(self._made[1:])
 
     def _began_only(self) -> tuple[Path, ...]:
         """Return the folders of a run that ended before its first iteration. UserError if anything would be lost."""
@@ -266,38 +221,22 @@ class RunDirectory:
         """Write summary.json; numbers that are not finite become null."""
         write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
 
-    def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
-        """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), …, and gallery.json."""
-        texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
-        drawn = [{"before": e.before, "after": e.after, **_numbered("shown", e.shown)} for e in gallery]
-        self._write_drawn("gallery.json", texts, drawn)
-
-    def write_episodes(self, episodes: Sequence[EpisodeEntry]) -> None:
-        """Write images/000_turn_1.png, 000_episode_shown_0.png, 000_turn_1_shown_0.png, …, and episodes.json."""
-        texts, drawn = [], []
-        for entry in episodes:
-            turns = [
-                {"text": turn.text, "scores": dict(turn.scores), "observation": turn.observation}
-                for turn in entry.turns
-            ]
-            texts.append({"prompt": entry.prompt, "turns": turns})
-            drawn.append(_numbered("episode_shown", entry.pictures))
-            for number, turn in enumerate(entry.turns, 1):
-                drawn[-1] |= {f"turn_{number}": turn.image, **_numbered(f"turn_{number}_shown", turn.pictures)}
-        self._write_drawn("episodes.json", texts, drawn)
-
-    def _write_drawn(
-        self, name: str, texts: Sequence[object], drawn: Sequence[Mapping[str, np.ndarray | None]]
-    ) -> None:
-        if not texts:
-            return
-        with disk_errors(self.images):
-            self.images.mkdir(exist_ok=True)
-        write_atomically(self.images / name, json.dumps(finite(texts), indent=1))
-        for index, pictures in enumerate(drawn):
-            for label, picture in pictures.items():
-                if picture is not None:
-                    write_atomically(self.images / f"{index:03d}_{label}.png", png(picture))
+    def write_images(self, gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry]) -> None:
+        """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), 000_turn_1.png, …."""
+        drawn: dict[str, np.ndarray | None] = {}
+        for index, entry in enumerate(gallery):
+            drawn |= {f"{index:03d}_before": entry.before, f"{index:03d}_after": entry.after}
+            drawn |= _numbered(f"{index:03d}_shown", entry.shown)
+        for index, episode in enumerate(episodes):
+            drawn |= _numbered(f"{index:03d}_episode_shown", episode.pictures)
+            for number, turn in enumerate(episode.turns, 1):
+                drawn[f"{index:03d}_turn_{number}"] = turn.image
+                drawn |= _numbered(f"{index:03d}_turn_{number}_shown", turn.pictures)
+        for name, picture in drawn.items():
+            if picture is not None:
+                with disk_errors(self.images):
+                    self.images.mkdir(exist_ok=True)
+                write_atomically(self.images / f"{name}.png", png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
         """Write completions/step_00000N.parquet, one row per completion."""
@@ -305,9 +244,8 @@ class RunDirectory:
         import pyarrow.parquet
 
         rows = len(next(iter(columns.values()), ()))
-        arrays = {"step": np.full(rows, step, np.int64)} | {name: _column(c) for name, c in columns.items()}
         sink = pyarrow.BufferOutputStream()
-        pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
+        pyarrow.parquet.write_table(pyarrow.table({"step": np.full(rows, step, np.int64), **columns}), sink)
         with disk_errors(self.completions):
             self.completions.mkdir(exist_ok=True)
         path = self.completions / f"step_{step:06d}.parquet"
@@ -384,9 +322,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 def _numbered(name: str, pictures: Sequence[np.ndarray]) -> dict[str, np.ndarray | None]:
     return {f"{name}_{number}": picture for number, picture in enumerate(pictures)}
-
-
-def _column(values):
-    if isinstance(values, np.ndarray) or hasattr(values, "to_pylist"):  # Arrow's own
-        return values
-    return [value.item() if isinstance(value, np.generic) else value for value in values]

@@ -24,7 +24,7 @@ from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
+from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, on_all_processes, process_count
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
 from grpo_jax.rollout.data import (
@@ -170,9 +170,9 @@ def load(
             with judge_named(name):
                 judge.check()
 
-    together(check_judges)
+    on_all_processes(check_judges)
     devices = policy_devices(placement, config.policy)
-    together(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
+    on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
         info("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
@@ -205,7 +205,7 @@ def load(
                 judges[name] = judge.load(placement[name])
         return judges
 
-    judges = together(load_judges)
+    judges = on_all_processes(load_judges)
     for name, judge in judges.items():
         info(name, title(judge))
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}

@@ -143,10 +143,11 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
-            entry = {"prompt": rollout.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
+            prompt = rollout.rows[p].prompt
+            entry = {"prompt": prompt, "completion": turn.completion, "raw_completion": turn.raw_completion}
             if turns > 1:
-                observation = None if turn.observation is None or turn.observation.done else turn.observation.text
-                entry |= {"episode": p * group + g, "turn": number + 1, "observation": observation}
+                seen = None if turn.observation is None or turn.observation.done else turn.observation.text
+                entry |= {"episode": p * group + g, "turn": number + 1, "observation": seen}
             entry |= dict(zip(names, values[p, g, number], strict=True))
             entry |= {
                 "advantage": np.float32(advantage),

@@ -1,4 +1,4 @@
-"""Several processes that run one program: how they join, compare themselves, and end together.
+"""Processes of a run: what they find compiled, and how several of them join, compare themselves and end together.
 
 Where one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
 one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,25 @@ import jax
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
-from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
-from grpo_jax.models.broadcast import exchange, from_main_process, is_told, process_count, process_index, together
+from grpo_jax.errors import StageError, UserError, complain, one_line
+from grpo_jax.models.broadcast import (
+    exchange,
+    from_main_process,
+    is_told,
+    on_all_processes,
+    process_count,
+    process_index,
+)
 from grpo_jax.runs.directory import LOCK
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT_SECONDS = 20
 _LEAVING_SECONDS = 10
 _SHARED_SECONDS = 10.0  # how long a network file system may hide a new file
-_PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+_PACKAGES = (
+    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
+    "diffusers", "open_clip_torch",
+)  # fmt: skip
 _BLOCK = 2**20
 
 
@@ -111,36 +122,42 @@ def require_same(facts: Mapping[str, str]) -> None:
     first, *others = map(json.loads, exchange(json.dumps(facts)))
     for number, other in enumerate(others, 1):
         for name in (name for name in {**first, **other} if first.get(name) != other.get(name)):
-            got = f"{first.get(name, 'nothing')} in process 0 and {other.get(name, 'nothing')} in process {number}"
+            mine, theirs = (one_line(facts.get(name, "nothing")) for facts in (first, other))
+            got = f"{mine} in process 0 and {theirs} in process {number}"
             raise UserError(f"{name}: expected the same in all processes, got {got}")
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that affect a run's results."""
+    installed = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
 def start_facts(config: Config) -> dict[str, str]:
-    """Return the config, with the digest of a file or folder in place of its path, the code and the packages."""
-    facts = {name: _fact(value) for name, value in _flat(config.model_dump()) if name != "run_dir"}
+    """Return the config by field, with digests in place of paths, the code and the packages."""
+    facts: dict[str, str] = {}
+    for section, values in config.model_dump().items():
+        fields = {f"{section}.{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
+        facts |= {name: str(_described(value)) for name, value in (fields or {section: values}).items()}
+    del facts["run_dir"]
     facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))
-    return facts | {f"the version of {d.name}": d.version for d in metadata.distributions() if d.name in _PACKAGES}
+    return facts | {f"the version of {name}": version for name, version in versions().items()}
 
 
-def _flat(values: object, name: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            if ".py:" in str(key):  # a class in a file, with its share
-                yield f"{name}: {key}", key
-            yield from _flat(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, list | tuple):
-        for place, value in enumerate(values):
-            yield from _flat(value, f"{name}[{place}]")
-    else:
-        yield name, values
-
-
-def _fact(value: object) -> str:
-    file, colon, member = value.rpartition(":") if isinstance(value, str) and ".py:" in value else (value, "", "")
-    if not isinstance(file, str) or not os.path.exists(file):
-        return short_repr(value)
-    files = Path(file).rglob("*") if os.path.isdir(file) else [Path(file)]
-    return f"files{colon}{member} of digest {_digest(files)}"
+def _described(value: Any) -> Any:
+    """Return a plain value with the digest of each file or folder, perhaps of a member of a file, in its place."""
+    if isinstance(value, dict):
+        return {_described(key): _described(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(entry) for entry in value]
+    path, _, member = value.rpartition(":") if isinstance(value, str) and ".py:" in value else (value, "", "")
+    if not isinstance(path, str) or not os.path.exists(path):
+        return value
+    files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
+    return f"{member} of files of digest {_digest(files)}".removeprefix(" of ")
 
 
 def _digest(paths: Iterable[Path]) -> str:
@@ -171,7 +188,7 @@ def require_shared(folder: Path) -> None:
                 raise UserError(f"{folder}: expected one folder for all processes, but {blind}")
             time.sleep(0.1)
 
-    together(look)
+    on_all_processes(look)
 
 
 @contextmanager
@@ -193,3 +210,44 @@ def ending_together(run_dir: str) -> Iterator[None]:
 def _is_of_another(error: BaseException | None) -> bool:
     words = ("Gloo", "UNAVAILABLE", "heartbeat", "CoordinationService", "coordination service")
     return error is not None and (any(word in str(error) for word in words) or _is_of_another(error.__cause__))
+
+
+def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Let JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
+
+    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
+    folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
+    what lies there is run. Return the folder; None where nothing was changed.
+    """
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    if folder or {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
+        return None
+    try:
+        folder = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_jax/programs" / _processor()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):  # nobody's home
+        return None
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        complain(
+            f"warning: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it"
+        )
+        return None
+    for entry in folder.glob("*-cache"):  # a kill leaves entries without the time of their use, which block all writes
+        if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():
+            entry.unlink(missing_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    settings = {"jax_persistent_cache_min_compile_time_secs": 0.3, "jax_compilation_cache_max_size": 2 * 2**30}
+    for name in settings.keys() - {name.lower() for name in environment}:
+        jax.config.update(name, settings[name])
+    return folder
+
+
+def _processor() -> str:
+    kind = platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        can = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        kind += "-" + hashlib.sha256(f"2{can}".encode()).hexdigest()[:12]  # JAX cannot read entries of a first format
+    return kind

@@ -21,7 +21,7 @@ from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.broadcast import is_main_process, together
+from grpo_jax.models.broadcast import is_main_process, on_all_processes
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import FACTS, SPLITS, PromptSet, Row, Rows, facts_of
 from grpo_jax.rollout.pictures import as_text, source_of
@@ -31,8 +31,6 @@ from grpo_jax.rollout.rewards import Reward
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.progress import Record
-
-_MOST_KEPT = 256 * 2**20  # bytes of pictures
 
 
 class PythonInput(NamedTuple):
@@ -61,7 +59,7 @@ def load_given(
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         output.directory.write_config(to_yaml(given.config))
-    together(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
+    on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
@@ -82,7 +80,7 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
     prompts = source.prompts
     try:
         if not source.config.resume:
-            write_atomically(directory.prompts, lambda: _lines(prompts))
+            write_atomically(directory.prompts, _lines(prompts))
         elif directory.prompts.is_file():
             with directory.prompts.open("rb") as file:
                 if any(stored != line for stored, line in itertools.zip_longest(file, _lines(prompts))):
@@ -94,7 +92,6 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
 
 def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
-    size = 0
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
             for name, value in row.columns.items():
@@ -105,9 +102,6 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
             line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
             if row.pictures:
                 line["pictures"] = [as_text(source) for source in row.pictures]
-                size += sum(map(len, line["pictures"]))
-            if size > _MOST_KEPT:
-                raise _NotKept(f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB")
             if row.messages:
                 line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
             yield f"{json.dumps(line)}\n".encode()

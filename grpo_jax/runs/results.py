@@ -24,24 +24,6 @@ from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.task import EpisodeEntry, Findings, Finished, GalleryEntry, ShownTurn, Table, of_turns
 
 _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
-_PACKAGES = (
-    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
-    "diffusers", "open_clip_torch",
-)  # fmt: skip
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect a run's results, where installed."""
-    import platform
-    from importlib import metadata
-
-    installed = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[str]:

@@ -26,15 +26,14 @@ from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.batches import Rollouts, batch_of, weigh
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.metrics import completion_columns, epoch_line, iteration_row, reward_streaks, update_metrics
-from grpo_jax.runs.processes import ending_together, join, require_shared
+from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared, versions
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import load_given
-from grpo_jax.runs.results import baseline_lines, report, statistics_of, versions
+from grpo_jax.runs.results import baseline_lines, report, statistics_of
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import (
     Callbacks,

@@ -171,25 +171,24 @@ class GalleryEntry(NamedTuple):
     """One prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's own."""
 
     prompt: str
-    rewrite: str
+    completion: str
     before: Picture | None = None
     after: Picture | None = None
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
-    seed: int | None = None  # of the noise that both pictures were drawn from
     shown: Sequence[Picture] = ()
 
 
 class ShownTurn(NamedTuple):
-    """A turn of an episode that is shown, with the policy's judged text.
+    """A turn of an episode that is shown, with its parsed completion.
 
     Attributes:
         scores: Rewards and watched measures by name, NaN where missing.
         image: The picture drawn of it, uint8 [H, W, 3], or None.
-        observation: The environment's; None where the episode ended.
-        pictures: What the policy saw of the observation, uint8 [H, W, 3].
+        observation: The environment's text; None where the episode ended.
+        pictures: The observation's, uint8 [H, W, 3].
     """
 
-    text: str
+    completion: str
     scores: Mapping[str, float | None] = {}
     image: Picture | None = None
     observation: str | None = None

@@ -64,8 +64,9 @@ def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):
     assert "nowhere" in refused("--policy.path", tmp_path / "nowhere", "--run_dir", deep)
     assert not (tmp_path / "a").exists()
     (run / "empty").mkdir(parents=True)
-    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
-    assert [path.name for path in run.iterdir()] == ["empty"]  # what was there before stays
+    for _ in range(2):  # a folder that was there stays, and is free for the next start
+        assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
+    assert (run / "empty").is_dir()
 
 
 def test_a_run_that_was_killed_while_loading_may_start_again_in_its_folder(refused, run, tmp_path):
@@ -150,7 +151,7 @@ def test_a_run_directory_that_is_taken(refused, run):
 
 
 @pytest.mark.wide
-def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
+def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     run.mkdir()

@@ -67,7 +67,7 @@ def test_every_judge_says_what_it_is_asked(run, table):
     config = run_config(run)
     ids = {row.prompt: row.id for row in config.task.load(TaskSetup(config, None, lambda *_: None)).prompts.train}
     seeds = [noise_seed(config.seed, 0, ids[prompt]) for prompt in table["prompt"]]
-    images = config.judges["renderer"].load("cpu").draw(table["text"], seeds, evaluation=False)
+    images = config.judges["renderer"].load("cpu").draw(table["completion"], seeds, evaluation=False)
     rest = 0.5 / (0.587 + 0.114)
     means = images.double().mean(dim=(2, 3)).numpy() @ [0.5, 0.587 * rest, 0.114 * rest]
     np.testing.assert_allclose(table["reward/dark"], 1 - means, atol=1e-4)

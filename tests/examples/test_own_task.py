@@ -53,7 +53,7 @@ def test_its_rewards_are_what_the_answers_are_worth(finished):
     for step in (1, 2, 3):
         table = pyarrow.parquet.read_table(finished / "completions" / f"step_{step:06d}.parquet").to_pydict()
         for prompt, text, *judged in zip(
-            table["prompt"], table["text"], table["reward/right"], table["reward/readable"],
+            table["prompt"], table["completion"], table["reward/right"], table["reward/readable"],
             table["eval_rewards/distance"],
             strict=True,
         ):  # fmt: skip

@@ -75,18 +75,18 @@ def test_the_calculator_is_asked_and_answers(calculated):
     for step in (1, 2):
         for turns in episodes(calculated, step):
             first, last = turns[0], turns[-1]
-            words = first["text"].split()
+            words = first["completion"].split()
             called = len(words) == 4 and words[0] == "call" and words[2] in ("plus", "minus")
             assert len(turns) == 1 + called
             if called:
-                expression = first["text"].removeprefix("call ").replace("plus", "+").replace("minus", "-")
+                expression = first["completion"].removeprefix("call ").replace("plus", "+").replace("minus", "-")
                 assert first["observation"] == str(eval(expression)) and first["reward/right"] == 0
             assert last["observation"] is None
             expected = eval(last["prompt"].replace("plus", "+").replace("minus", "-"))
-            assert last["reward/right"] == float(last["text"] == str(expected))
-            assert [turn["eval_rewards/asked"] for turn in turns] == [first["text"] == f"call {first['prompt']}"] * len(
-                turns
-            )
+            assert last["reward/right"] == float(last["completion"] == str(expected))
+            assert [turn["eval_rewards/asked"] for turn in turns] == [
+                first["completion"] == f"call {first['prompt']}"
+            ] * len(turns)
             assert len({turn["advantage"] for turn in turns}) == 1  # the end weighs all turns alike
             asked += called
     assert 0 < asked < 32
@@ -150,7 +150,7 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     names = {"found", *(f"found_{what}" for what in ("turn_1", "turn_2", "peak", "kept", "gain"))}
     assert names <= summary.keys()
     after = {name: summary[name]["after"] for name in names}
-    shown = json.loads((guessed / "images" / "episodes.json").read_text())
+    shown = json.loads((guessed / "report.json").read_text())["episodes"]
     scores = [[turn["scores"]["found"] for turn in entry["turns"]] for entry in shown]
     assert len(scores) == 4 and shown[0]["turns"][0]["observation"] in ("higher", "lower", None)
     by_turn = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(3)]
@@ -239,7 +239,7 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
             elif turn["observation"] is not None:
                 low, high = (int(seen.split()[place]) for place in (1, 3))
                 left = [int(turn["observation"].split()[place]) for place in (1, 3)]
-                guess = int(turn["text"]) if turn["text"].isdigit() else 0
+                guess = int(turn["completion"]) if turn["completion"].isdigit() else 0
                 ruled_out = min(guess - low, high - guess) + 1 if low <= guess <= high else 0
                 assert turn["reward/reward"] == pytest.approx(0.5 * ruled_out / (high - low + 1))
                 expected = [[guess + 1, high], [low, guess - 1]] if ruled_out else [[low, high]]

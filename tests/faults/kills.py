@@ -33,7 +33,7 @@ PHASES = {
     "name": ("grpo_jax.runs.checkpoint:Checkpoints.save_as",),
     "export": ("grpo_jax.models.policy:Policy.save",),
     "images": ("grpo_jax.runs.directory:RunDirectory.write_images",),
-    "report": ("grpo_jax.reports.output:write_final_report",),
+    "report": ("grpo_jax.reports.output:write_report",),
     "resume": ("grpo_jax.runs.trainer:Trainer.resume",),
 }
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

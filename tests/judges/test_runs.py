@@ -70,15 +70,15 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
     assert [(row["missing/gone"], row.get("missing/letters", 0.0)) for row in rows(run)] == [(1.0, 0.0)] * 2
     table = pyarrow.parquet.read_table(run / "completions" / "step_000002.parquet").to_pydict()
     judge = SequenceClassification(path=str(folder)).load("cpu")
-    expected = judge(table["prompt"], table["text"])
+    expected = judge(table["prompt"], table["completion"])
     np.testing.assert_allclose(table["reward/preference"], expected.numpy(), atol=1e-5)
     assert np.ptp(table["reward/preference"]) > 1e-3
     brief = [
         1 - len(text) / len(prompt) if text else None
-        for prompt, text in zip(table["prompt"], table["text"], strict=True)
+        for prompt, text in zip(table["prompt"], table["completion"], strict=True)
     ]
     np.testing.assert_allclose(np.array(table["reward/brevity"], float), np.array(brief, float), atol=1e-6)
-    assert table["reward/letters"] == [sum(c.isalpha() for c in text) for text in table["text"]]
+    assert table["reward/letters"] == [sum(c.isalpha() for c in text) for text in table["completion"]]
     log = (run / "train.log").read_text()
     assert f"{folder}: Qwen2ForSequenceClassification" in log and f"{url}: 4 requests at once, of 3 completions" in log
     assert {"preference", "brevity"} <= json.loads((run / "summary.json").read_text())["devices"].keys()

@@ -6,35 +6,31 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from grpo_jax.reports.charts import Series, line_chart, series_of
-from grpo_jax.reports.page import RunEnd, number
-from grpo_jax.reports.report import completions_table, render_report
+from grpo_jax.reports.charts import draw, number
+from grpo_jax.reports.page import RunEnd, completions_table, render, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
-from grpo_jax.tasks.task import GalleryEntry, Table
-
-
-def test_a_chart_leaves_out_what_is_missing():
-    rows = [{"step": 1, "a": 0.5}, {"step": 2, "a": None}, {"step": 3}, {"step": 4, "a": float("nan")}]
-    assert series_of(rows, "a", "A").points == [(1, 0.5)]
-    assert line_chart("empty", [Series("b", [])]) == ""
-    chart = line_chart("<one>", [series_of(rows, "a", "A & B")])
-    assert "&lt;one&gt;" in chart and "A &amp; B <b>0.5</b>" in chart
+from grpo_jax.tasks.task import Chart, Curve, GalleryEntry, Table
 
 
 def test_a_chart_has_its_values_where_they_are_and_under_the_pointer():
-    points = [(step, step * step / 7) for step in range(1300)]
-    chart = line_chart("t", [Series("a <i>", points), Series("b", points[:2])])
-    assert f"a &lt;i&gt; <b>{number(points[-1][1])}</b>" in chart  # the last one, not smoothed
+    rows = [{"step": step, "a": step * step / 7, **({"b": step / 7} if step < 2 else {})} for step in range(1300)]
+    rows += [{"step": 1300, "a": None}, {"step": 1301}, {"step": 1302, "a": float("nan")}]
+    curves = (Curve("a", "a <i>"), Curve("b", "b"), Curve("c", "absent"))
+    chart = render("chart", draw(Chart("<one>", curves), rows))
+    assert draw(Chart("empty", curves[2:]), rows) is None
+    assert "&lt;one&gt;" in chart and "absent" not in chart
+    assert f"a &lt;i&gt; <b>{number(rows[1299]['a'])}</b>" in chart  # the last one, not smoothed
     (raw,) = re.findall(r'class="raw".*?d="M([^"]*)"', chart)
     assert len(raw.split("L")) <= 500
     ticks = {text: float(y) - 3.5 for y, text in re.findall(r'y="([\d.]+)" text-anchor="end">([^<]+)<', chart)}
     bottom, per_value = ticks["0"], (ticks["2.0e5"] - ticks["0"]) / 200_000
     marks = re.findall(r'class="(?:mark|dot)".*?cx="([\d.]+)" cy="([\d.]+)".*?iteration (\d+): (a|b)', chart)
     assert 60 <= len(marks) <= 102
-    for x, y, step, _ in marks:
+    for x, y, step, name in marks:
         assert float(x) == pytest.approx(48 + int(step) / 1299 * 262, abs=0.06)
-        assert float(y) == pytest.approx(bottom + int(step) ** 2 / 7 * per_value, abs=0.2)
+        value = int(step) ** (2 if name == "a" else 1) / 7
+        assert float(y) == pytest.approx(bottom + value * per_value, abs=0.2)
 
 
 class Checker(HTMLParser):

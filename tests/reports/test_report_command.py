@@ -137,7 +137,6 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
     for name in ("gone", "empty", "file"):
         assert f"{name}: no config.yaml there; give the run directory" in refused(tmp_path / name)
     assert "no config.yaml there" in refused("a\0b") and "no config.yaml there" in refused("a" * 5000)
-    assert "expected one run; TensorBoard" in refused(run, f"{run}/")
     bare = write_run(tmp_path / "bare", 0, ends=False)
     assert f"{bare}: no metrics there yet" in refused(bare)
     assert "--out: expected a file in a folder that exists, got" in refused(run, "--out", tmp_path / "no" / "x.html")
@@ -153,7 +152,11 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
         ("summary.json", "[" * 100_000, "summary.json: cannot be read (nested too deeply)"),
         ("report.json", "[" * 100_000, "report.json: cannot be read (nested too deeply)"),
         ("report.json", '{"tables": [{"title": 3}]}', "report.json: tables.0.title: Input should be a valid string"),
-        ("report.json", '{"gallery": [{"prompt": "p", "rewrite": "r", "before": "<b>"}]}', "expected a PNG in base64"),
+        (
+            "report.json",
+            '{"gallery": [{"prompt": "p", "completion": "r", "before": "<b>"}]}',
+            "expected a PNG in base64",
+        ),
         ("report.json", '{"sections": {"gallery": "<form>"}}', "report.json: sections: "),
     ],
 )

@@ -2,7 +2,6 @@
 
 import resource
 import shutil
-import threading
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,8 +12,7 @@ import optax
 import pytest
 
 from grpo_jax.errors import UserError
-from grpo_jax.runs import checkpoint as module
-from grpo_jax.runs.checkpoint import Checkpoints, find_damage, restore_params
+from grpo_jax.runs.checkpoint import Checkpoints, restore_params
 from grpo_jax.training.state import free_buffers
 
 
@@ -159,48 +157,31 @@ def test_arrays_return_to_the_devices_of_the_template(folder):
     assert not came["free"].committed  # else it could not follow arrays of another device
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda s: s | {"variables": make_state(width=5)["variables"]},
-            r"params\.w is float32\[4, 3\].*\[4, 5\] is exp",
-        ),
-        (
-            lambda s: s | {"variables": {"params": {}}},
-            r"variables\.params\.frozen is bfloat16\[2\].*absent is expected",
-        ),
-        (lambda s: s | {"extra": jnp.ones(1)}, r"extra is absent in the checkpoint, float32\[1\] is expected"),
-        (lambda s: s | {"optimizer": optax.sgd(1.0).init({})}, r"optimizer\.1\.0\.count is int32\[\]"),
-    ],
-)
-def test_another_configuration_is_named_by_its_first_leaf(folder, change, message):
+def test_another_configuration_is_named_by_its_first_leaf(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, make_state(), {})
-        with pytest.raises(UserError, match=message):
-            checkpoints.restore(1, change(make_state()))
+        for change, message in (
+            ({"variables": make_state(width=5)["variables"]}, r"params\.w is float32\[4, 3\].*\[4, 5\] is exp"),
+            ({"variables": {"params": {}}}, r"variables\.params\.frozen is bfloat16\[2\].*absent is expected"),
+            ({"extra": jnp.ones(1)}, r"extra is absent in the checkpoint, float32\[1\] is expected"),
+            ({"optimizer": optax.sgd(1.0).init({})}, r"optimizer\.1\.0\.count is int32\[\]"),
+        ):
+            with pytest.raises(UserError, match=message):
+                checkpoints.restore(1, make_state() | change)
 
 
 def test_no_checkpoint_says_what_is_there(folder, tmp_path):
     with Checkpoints(folder) as checkpoints:
-        with pytest.raises(
-            UserError, match=r"no checkpoint 'latest' in .*checkpoints: the run has not come to its first"
-        ):
+        with pytest.raises(UserError, match=r"no checkpoint 'latest' in .*: the run has not come to its first"):
             checkpoints.restore("latest", make_state())
         checkpoints.save(4, make_state(), {})
-        with pytest.raises(UserError, match=r"no checkpoint 'best' in .*: there are: 4$"):
-            checkpoints.restore("best", make_state())
-        with pytest.raises(UserError, match=r"no checkpoint '7' in"):
-            checkpoints.restore(7, make_state())
-        with pytest.raises(UserError, match="expected a step, latest, best or final"):
-            checkpoints.restore("newest", make_state())
-        for name in ("²", "-1", "1.0", ""):
-            with pytest.raises(UserError, match="expected a step, latest"):
+        for name in ("best", 7, "04", "9" * 5000):
+            with pytest.raises(UserError, match=r"no checkpoint '.* in .*: there are: 4$") as error:
                 checkpoints.read_meta(name)
-    for name in ("04", "9" * 5000):
-        with pytest.raises(UserError, match="there are: 4") as error:
-            restore_params(folder.parent, name)
-        assert len(str(error.value)) < 300
+            assert len(str(error.value)) < 400
+        for name in ("newest", "²", "-1", "1.0", ""):
+            with pytest.raises(UserError, match="expected a step, latest, best or final"):
+                checkpoints.read_meta(name)
     with pytest.raises(UserError, match="no such folder"):
         restore_params(tmp_path / "nowhere")
 
@@ -227,18 +208,13 @@ def flip(path):
     path.write_bytes(content)
 
 
-DAMAGES = {
-    "flipped": flip,
-    "emptied": lambda path: path.write_bytes(b""),
-    "deleted": lambda path: path.unlink(),
-}
+DAMAGES = (flip, lambda path: path.write_bytes(b""), lambda path: path.unlink())
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_before_is_used(sound, tmp_path, damage):
+def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_before_is_used(sound, tmp_path):
     for number, name in enumerate(files_of(sound / "step_2")):
         folder, notes = shutil.copytree(sound, tmp_path / str(number), symlinks=True), []
-        DAMAGES[damage](folder / "step_2" / name)
+        DAMAGES[number % 3](folder / "step_2" / name)
         with Checkpoints(folder, warning=notes.append) as checkpoints:
             if name.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written at the commit, and not needed
                 assert_same(checkpoints.restore("latest", make_state())[0], make_state(2))
@@ -250,8 +226,9 @@ def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_befo
             (line,) = notes
             assert "step_2 is damaged (" in line and line.endswith("was set aside as damaged_step_2"), line
             assert checkpoints.available() == ["1", "best"]
-            checkpoints.save(2, make_state(2), {"at": 2}, wait=True)  # its place is free
-            assert checkpoints.read_meta("latest")["at"] == 2
+            if number < 2:  # its place is free
+                checkpoints.save(2, make_state(2), {"at": 2}, wait=True)
+                assert checkpoints.read_meta("latest")["at"] == 2
 
 
 def test_a_damaged_best_checkpoint_is_set_aside(sound, tmp_path):
@@ -289,24 +266,6 @@ def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step_1", "step_2"]
 
 
-def test_a_reader_takes_the_newer_one_where_a_run_removes_its_own(folder, monkeypatch):
-    with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as reading:
-        writing.save_as("best", 1, make_state(1), {})
-
-        def overtaken(path):
-            monkeypatch.undo()
-            for step in (2, 3):
-                writing.save_as("best", step, make_state(step), {})
-            assert not path.exists()
-            return find_damage(path)
-
-        monkeypatch.setattr(module, "find_damage", overtaken)
-        monkeypatch.setattr(module, "_REMOVAL_SECONDS", 0.0)
-        came, meta = reading.restore("best", make_state())
-        assert meta["step"] == 3
-        assert_same(came, make_state(3))
-
-
 @contextmanager
 def small_files_only(limit):
     """Every write beyond `limit` bytes of a file fails, as on a full disk, root or not."""
@@ -318,37 +277,24 @@ def small_files_only(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impatient):
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_is_one_line_and_keeps_what_was_committed(folder, wait):
+    """A write in the background fails at the next one."""
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
-    notes = []
-    with Checkpoints(folder, warning=notes.append) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
         with (
             small_files_only(50_000),
             pytest.raises(UserError, match=r"cannot write .*checkpoints \(File too large\): make room"),
         ):
-            checkpoints.save(2, big, {}, wait=True)
-        assert [note.partition(")")[2] for note in notes] == [
-            *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")
-        ]
+            checkpoints.save(2, big, {}, wait=wait)
+            checkpoints.save(3, big, {})
         assert checkpoints.latest_step() == 1
         assert_same(checkpoints.restore("latest", big)[0], big)
         assert not list(folder.glob("*tmp*"))  # gives the space back
+    with Checkpoints(folder) as checkpoints:  # when there is room again
         checkpoints.save(2, big, {}, wait=True)
         assert_same(checkpoints.restore(2, big)[0], big)
-
-
-def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder, impatient):
-    big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
-    notes = []
-    with Checkpoints(folder, warning=notes.append) as checkpoints:
-        with small_files_only(50_000):
-            checkpoints.save(1, big, {})
-            for thread in [thread for thread in threading.enumerate() if thread.name == "save_finalize"]:
-                threading.Thread.join(thread)  # Orbax's own raises
-        checkpoints.save(2, big, {})
-        assert checkpoints.available() == ["2"] and len(notes) == 1
-        assert "could not be written" in notes[0]
 
 
 def test_a_folder_that_was_deleted_is_said_at_once(folder):

@@ -6,16 +6,18 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.runs.compile_cache import enable_compile_cache
+from grpo_jax.runs.processes import enable_compile_cache
 from grpo_jax.train import run
-
-SETTINGS = ("dir", "max_size")
 
 
 @pytest.fixture
-def untold(monkeypatch):
+def untold():
     """JAX without the cache that the tests share; as it was afterwards."""
-    names = [f"jax_compilation_cache_{name}" for name in SETTINGS] + ["jax_persistent_cache_min_compile_time_secs"]
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     yield
@@ -23,7 +25,7 @@ def untold(monkeypatch):
         jax.config.update(name, value)
 
 
-def test_what_jax_was_told_holds(untold, tmp_path):
+def test_what_jax_was_told_holds(untold, tmp_path, capsys):
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert enable_compile_cache(home | {"JAX_COMPILATION_CACHE_DIR": "/mine"}) is None
     assert enable_compile_cache(home | {"JAX_ENABLE_COMPILATION_CACHE": "false"}) is None
@@ -33,14 +35,21 @@ def test_what_jax_was_told_holds(untold, tmp_path):
     folder = enable_compile_cache(home | {"JAX_COMPILATION_CACHE_MAX_SIZE": "5"})
     assert folder.is_dir() and folder.stat().st_mode & 0o77 == 0
     assert jax.config.jax_compilation_cache_dir == str(folder)
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.3
     assert jax.config.jax_compilation_cache_max_size != 2 * 2**30
     assert enable_compile_cache(home) is None  # it is told now
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder.chmod(0o770)
+    assert enable_compile_cache(home) is None is jax.config.jax_compilation_cache_dir
+    told = f"warning: compiled programs are not kept, since others may write {folder}: "
+    assert capsys.readouterr().err.startswith(told)
 
 
-def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, tmp_path):
+def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, tmp_path, monkeypatch):
     """An entry without its time blocks JAX's writes: it is compiled and written again."""
-    home = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "run").touch()
+    config = make_config(task="text", policy={"path": "policy"}, rewards=["length"], run_dir=str(tmp_path / "run"))
     written = []
 
     def count(name, **_):
@@ -48,11 +57,12 @@ def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, t
             written.append(name)
 
     def start() -> int:
-        """Compile as a new process would; return how many programs it wrote."""
+        """Compile as a new process would, behind a run's start; return how many programs it wrote."""
         compilation_cache.reset_cache()
         jax.clear_caches()
         jax.config.update("jax_compilation_cache_dir", None)
-        enable_compile_cache(home)
+        with pytest.raises(UserError, match="run is a file"):
+            run(config)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         before = len(written)
         jax.jit(lambda value: 2 * value + 1)(3)
@@ -66,26 +76,3 @@ def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, t
     finally:
         jax.monitoring.unregister_event_listener(count)
         compilation_cache.reset_cache()
-
-
-def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
-    home = {"XDG_CACHE_HOME": str(tmp_path)}
-    folder = enable_compile_cache(home)
-    jax.config.update("jax_compilation_cache_dir", None)
-    folder.chmod(0o770)
-    assert enable_compile_cache(home) is None is enable_compile_cache(home)
-    assert jax.config.jax_compilation_cache_dir is None
-    line = capsys.readouterr().err
-    assert (
-        line.startswith(f"warning: compiled programs are not kept, since others may write {folder}: ")
-        and line.count("\n") == 1
-    )
-
-
-def test_a_run_enables_it(untold, tmp_path, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "run").touch()
-    with pytest.raises(UserError, match="run is a file"):
-        run(make_config(task="text", policy={"path": "policy"}, rewards=["length"], run_dir=str(tmp_path / "run")))
-    assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))

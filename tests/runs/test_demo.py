@@ -16,7 +16,7 @@ from support.text_task import ROOT, finished_run, wait_for
 
 from grpo_jax import demo, evaluate, train
 from grpo_jax.errors import UserError
-from grpo_jax.runs.inference import Asker, checkpoint_names
+from grpo_jax.runs.evaluation import Asker, checkpoint_names
 
 MINIATURE = (
     *("--training.max_steps=1", "--training.inner_epochs=1", "--training.prompts_per_batch=4"),

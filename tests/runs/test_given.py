@@ -76,7 +76,7 @@ def test_the_split_of_records_is_that_of_a_file(finished):
 def test_weight_and_options_of_the_config_hold_for_given_functions(finished):
     folder, summary = finished
     written = completions(folder, 1)
-    np.testing.assert_allclose(written["reward/brief"], [-len(text) / 40 for text in written["text"]], rtol=1e-6)
+    np.testing.assert_allclose(written["reward/brief"], [-len(text) / 40 for text in written["completion"]], rtol=1e-6)
     row = rows(folder)[0]
     total = row["reward/letters/mean"] + 0.25 * row["reward/brief/mean"]
     assert row["reward/total/mean"] == pytest.approx(total, rel=1e-6)

@@ -27,14 +27,14 @@ def section(run):
 
 def test_completions_are_as_the_config_says(run, section):
     table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
-    stops, texts = section.stop, [row["completion"] for row in table]
+    stops, texts = section.stop, [row["raw_completion"] for row in table]
     assert not any(letter in text for text in texts for letter in "bcdefg")
     stopped = [text for text in texts if any(stop in text for stop in stops)]
     assert len(stopped) > 5
     for text in stopped:  # nothing behind it: the stop string is complete with the last token
         assert any(text.endswith(stop) for stop in stops) and not any(stop in text[:-1] for stop in stops)
     # Every token is a byte: a text of so many tokens without a stop string was cut, or ended by itself.
-    assert not any(row["truncated"] for row in table if row["completion"] in stopped)
+    assert not any(row["truncated"] for row in table if row["raw_completion"] in stopped)
 
 
 def test_predict_honours_it_too(run, section):

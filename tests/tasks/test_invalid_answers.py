@@ -71,7 +71,7 @@ def test_the_command_pays_an_invalid_answer_the_worst_of_its_group(tmp_path):
         np.array(table[name]).reshape(4, 8) for name in ("valid", "reward/alignment", "advantage")
     )
     assert 0 < row["invalid"] < 1 and np.isfinite(reward).all()  # told as it was judged
-    said = np.array(table["text"]) == np.array(table["prompt"])
+    said = np.array(table["completion"]) == np.array(table["prompt"])
     assert said.reshape(4, 8)[~valid].all()  # what was drawn
     learned = np.where(valid, reward, np.where(valid, reward, np.inf).min(1, keepdims=True)).astype(float)
     centred = learned - np.nanmean(learned, axis=1, keepdims=True)

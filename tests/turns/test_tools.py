@@ -257,16 +257,16 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
         target = int(turns[0]["prompt"].removeprefix("Increment the counter by ").rstrip("."))
         counter = 0
         for row in turns:
-            seen.add(row["text"])
-            steps = [1, 2] if row["text"] == WORDS["two"] else [1] * (row["text"] == WORDS["one"])
+            seen.add(row["completion"])
+            steps = [1, 2] if row["completion"] == WORDS["two"] else [1] * (row["completion"] == WORDS["one"])
             replies = [str(counter := counter + step) for step in steps]
             assert row["reward/reward"] == float(counter == target)
             if row is not turns[-1]:
-                if row["text"] == WORDS["wrong"]:
+                if row["completion"] == WORDS["wrong"]:
                     assert "by: Unexpected keyword argument" in row["observation"], row["observation"]
                 else:
-                    assert row["text"] in told and row["observation"] == "\n".join(replies)
-        assert len(turns) == 3 or turns[-1]["text"] not in (*told, WORDS["wrong"])  # an answer ends it
+                    assert row["completion"] in told and row["observation"] == "\n".join(replies)
+        assert len(turns) == 3 or turns[-1]["completion"] not in (*told, WORDS["wrong"])  # an answer ends it
     assert seen >= {*told, WORDS["wrong"]}
 
 
@@ -298,8 +298,8 @@ def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(h
         left = start = int(turns[0]["prompt"].split()[-1].rstrip("."))
         assert turns[0]["prompt"] == f"Count {start}. From {start}."
         for row in turns:
-            answer = said.get(row["text"])
-            if row["text"] == WORDS["take"]:
+            answer = said.get(row["completion"])
+            if row["completion"] == WORDS["take"]:
                 left, answer = (left - 2, f"{left - 2} left") if left >= 2 else (left, "error: so many are not left")
             assert row["reward/left"] == -left
             if row is not turns[-1]:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from support.rollouts import rollout_of
 
-from grpo_jax.reports.page import RunEnd
-from grpo_jax.reports.report import render_report
+from grpo_jax.reports.page import RunEnd, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures
 from grpo_jax.runs.results import turns_table
@@ -87,11 +86,10 @@ def test_the_page_shows_episodes_as_they_went(tmp_path):
     assert places == sorted(places) and section.partition("</section>")[0].count("data:image/png") == 4
     assert "Rewards turn by turn" in page and "share, turn 1" in page and "Turns of an episode" in page
     assert "<h3>share gain" not in page
-    RunDirectory(tmp_path).write_episodes([entry])
+    RunDirectory(tmp_path).write_images([], [entry])
     assert sorted(file.name for file in (tmp_path / "images").iterdir()) == [
         "000_episode_shown_0.png",
         "000_turn_1.png",
         "000_turn_1_shown_0.png",
         "000_turn_2.png",
-        "episodes.json",
     ]

@@ -162,7 +162,7 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
         columns = asked[line["prompt"]]
         ages = enumerate(reversed(columns["history"]))
         taken = vectorizer.idf_ * sum(0.6**age * vectors[row] for age, row in ages)
-        text = vectorizer.transform([line["text"]]).toarray()[0]
+        text = vectorizer.transform([line["completion"]]).toarray()[0]
         scores = vectors @ (text + 0.5 * taken / np.linalg.norm(taken))
         target = columns["target_row"]
         others = [row for row in range(len(titles)) if row != target and row not in columns["history"]]
@@ -170,7 +170,7 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
         assert line["eval_rewards/rank"] == rank
         assert line["reward/ndcg"] == pytest.approx(1 / np.log2(1 + rank), rel=1e-6)
         assert line["eval_rewards/hr@10"] == (rank <= 10)
-        assert line["reward/brand"] == 3.0 * (line["text"].split()[:1] == columns["target_title"].split()[:1])
+        assert line["reward/brand"] == 3.0 * (line["completion"].split()[:1] == columns["target_title"].split()[:1])
     row = rows_of(folder / "whole")[0]
     assert {
         "zero_variance_groups/ndcg",

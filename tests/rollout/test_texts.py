@@ -1,7 +1,5 @@
 """Texts as a policy reads and writes them, with tokenizers made here: prompts, allowed tokens, completions."""
 
-import string
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -10,16 +8,12 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.config.command_line import parse
-from grpo_jax.models.hf import load_folder
 from grpo_jax.rollout.encoding import (
     as_is,
     completion_statistics,
     continued,
     make_decode,
-    policy_tokens,
 )
-from grpo_jax.train import main
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
@@ -52,24 +46,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 # ------------------------------------------------------------------------------------------------------- prompts
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [("ascii", string.printable[:-5]), ("english", string.ascii_letters + string.digits + " .,;:!?'\"()-")],
-    ids=["ascii", "english"],
-)
-def test_every_rule_can_be_named_and_allows_what_help_says(rule, expected, place, capsys):
-    config = parse([f"--config={place.config}", f"--data.allowed_tokens={rule}"])
-    loaded = load_folder(place.policy)  # a token for each byte, and a chat mark that is no named special token
-    allowed = policy_tokens(config, loaded)
-    written = {loaded.tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed) if i not in loaded.eos_ids}
-    assert written == set(expected) and allowed[list(loaded.eos_ids)].all()
-    with pytest.raises(SystemExit):
-        main(["--help", "data.allowed_tokens"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert '"ascii", those of printable ASCII characters alone' in told
-    assert """"english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone""" in told
 
 
 # --------------------------------------------------------------------------------------------------- completions

@@ -244,7 +244,7 @@ def raising(rows, episodes):
 
 BAD = {
     "raises": (raising, "the environment: it raised KeyError: 'the tool is away'"),
-    "too few": (lambda rows, episodes: ["5"], "it must return a list of 8 observations, one for each .*, got 1"),
+    "too few": (lambda rows, episodes: ["5"], "it must return a list .*, one value for each of 8 completions, got 1"),
     "a number": (
         lambda rows, episodes: [7] * len(rows),
         r"it answered 7, not an Observation .*, a text or None to completion 0",

@@ -111,9 +111,11 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _require_free(port: int) -> None:
     """Raise UserError where nobody can listen, before anything is loaded."""
+    if not 0 < port < 2**16:
+        raise UserError(f"--port: expected a number from 1 to 65535, got {port}")
     try:
         socket.create_server((_HOST, port)).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(f"--port: cannot listen on {_HOST}:{port} ({one_line(error)}); choose another") from error
 
 

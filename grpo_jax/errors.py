@@ -205,6 +205,8 @@ def run_cli(
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
+    except BrokenPipeError:  # who reads the output has read enough, as in `--help all | head`
+        return 0
     except Exception as error:
         lines = _lines_of(error)
         if debug or lines is None:

@@ -7,18 +7,17 @@ import os
 import shutil
 import tempfile
 
-from support.xla import known_flags
+from support.xla import kept_programs, known_flags
 
 # Before jax and the Hugging Face libraries are imported; subprocesses inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Workers and the commands they start find each other's programs: compiling takes most of a tiny run's time.
-    programs = os.environ.get("GRPO_JAX_TEST_CACHE") or tempfile.mkdtemp(prefix="grpo_jax_programs_")
-    if "GRPO_JAX_TEST_CACHE" not in os.environ:
-        atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
-    os.environ["HF_DATASETS_CACHE"] = os.path.join(programs, "datasets")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    # Workers and the commands they start find each other's programs, and so does the next session on this machine.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("GRPO_JAX_TEST_CACHE") or str(kept_programs())
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="grpo_jax_datasets_")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+    # Small programs too: a run has a hundred, which each process would compile again for longer than the large ones.
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if "XLA_FLAGS" not in os.environ:
         os.environ["XLA_FLAGS"] = known_flags()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import Options, require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import load_object
 
@@ -16,7 +15,7 @@ class Function(Judge):
 
     name: str = ""
     """Where it is, package.module:function or file.py:function."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """Arguments of it that are always the same."""
 
     def __post_init__(self) -> None:

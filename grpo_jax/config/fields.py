@@ -14,11 +14,11 @@ from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_or
 
 import yaml
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
-from grpo_jax.config.files import Fields, Values
+from grpo_jax.config.files import Fields, Values, read_yaml
 from grpo_jax.config.named import FILE, load_module
 from grpo_jax.config.other_names import hint_for
 from grpo_jax.config.removed import REMOVED
@@ -48,12 +48,21 @@ class Argument(str):
 
 
 def _yaml_value(value: Any) -> Any:
-    return yaml.safe_load(value) if isinstance(value, Argument) else value
+    try:
+        return read_yaml(value) if isinstance(value, Argument) else value
+    except ValueError:  # a date, or a text with a colon
+        return str(value)
 
 
-Options = dict[str, Annotated[JsonValue, BeforeValidator(_yaml_value)]]
+Options = dict[str, Annotated[Any, BeforeValidator(_yaml_value)]]
 """Keyword arguments whose types nobody has declared."""
-Each = BeforeValidator(lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value)
+
+
+def _split(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Each = BeforeValidator(_split)
 """Mark of a list that may be given as text, with commas between its entries."""
 Words = Annotated[list[str], Each]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -243,7 +252,7 @@ def mistakes(kind: type[Section], values: Values, error: ValidationError) -> lis
     names = [field.path for field in walk(kind, values)]
     lines: dict[str, str] = {}
     for mistake in error.errors(include_url=False):
-        path = _place(mistake["loc"], values)
+        path = _place(mistake["loc"])
         lines.setdefault(path, _line(path, mistake, names))  # of a union's members the first
     meant = {line.rpartition("did you mean ")[2].removesuffix("?") for line in lines.values()}
     return [line for path, line in lines.items() if not (path in meant and line.endswith(_NO_VALUE))]
@@ -255,18 +264,14 @@ _WORDS = {
     **{"valid integer": "whole number", "valid ": "", "a boolean": "true or false"},
 }
 """Pydantic's words, and ours."""
+_UNION_MEMBER = re.compile(r"str|int|(list|dict)\[.*|function-.*|json-.*|constrained-.*")
 _NO_VALUE = ": expected a value, it has no default"
 
 
-def _place(location: Sequence[str | int], values: Any) -> str:
+def _place(location: Sequence[str | int]) -> str:
     """Return a location as one name, without the members of unions that pydantic puts into it."""
-    name = ""
-    for part in location:
-        if isinstance(part, int):
-            name, values = f"{name}[{part}]", values[part]
-        elif isinstance(values, Mapping) and (part in values or part == location[-1]):
-            name, values = f"{name}.{part}".lstrip("."), values.get(part)
-    return name
+    parts = [part for part in location if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
 
 def _line(path: str, mistake: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from grpo_jax.config import sections
-from grpo_jax.config.fields import KEY, Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
+from grpo_jax.config.fields import Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.errors import UserError
@@ -48,31 +47,21 @@ class Config(Section):
     judge_timeout: NonNegative = resume_mutable(1800.0)
     """Seconds one chunk may spend in a judge; 0 for no limit."""
     judges: dict[str, Annotated[Judge, JUDGES]] = {}
-    """What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge of the
-    package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of Ray actors
-    that it is to run in (docs/judges.md)."""
+    """What judges texts and pictures, by names for rewards and devices: a kind of the package, package.module:Class or
+    file.py:Class, with its own fields and those of a pool of Ray actors (docs/judges.md)."""
     policy: sections.PolicySection = Field(default_factory=sections.PolicySection)
-    """The policy that is trained."""
     data: sections.DataSection = Field(default_factory=sections.DataSection)
-    """Prompts."""
     sampling: sections.SamplingSection = Field(default_factory=sections.SamplingSection)
-    """How completions are drawn."""
     algorithm: sections.AlgorithmSection = Field(default_factory=sections.AlgorithmSection)
-    """Advantages and loss."""
     ppo: sections.PPOSection = Field(default_factory=sections.PPOSection)
-    """The value head and what belongs to it (algorithm.advantage "gae")."""
     optimizer: sections.OptimizerSection = Field(default_factory=sections.OptimizerSection)
-    """AdamW and its schedule."""
     training: sections.TrainingSection = Field(default_factory=sections.TrainingSection)
-    """The loop."""
     sft: sections.SFTSection = Field(default_factory=sections.SFTSection)
-    """Supervised steps before the first iteration, where the task has supervised pairs."""
-    rewards: Annotated[list[sections.RewardSection], BeforeValidator(sections.reward_entries)] = []
+    rewards: Annotated[list[sections.RewardSection], Each] = []
     """The objectives; empty takes the task's default."""
     eval_rewards: Words = []
     """Rewards and measures of the task that are logged and never trained on."""
     evaluation: sections.EvaluationSection = Field(default_factory=sections.EvaluationSection)
-    """Held-out measurement."""
     devices: dict[str, str] = resume_mutable({})
     """Where each part runs, by its name: "auto", "cpu" or "gpu:N"; for "policy" also the cards of a mesh as
     "gpu:0,gpu:1". A part that is left out is on "auto"."""
@@ -126,8 +115,6 @@ class Config(Section):
         fits = algorithm.overlong_buffer <= section.max_new_tokens
         longest = f"at most sampling.max_new_tokens = {section.max_new_tokens}"
         self.require(fits, "algorithm.overlong_buffer", longest)
-        tools = type(self.task).calls_tools or not self.data.tool_names
-        self.require(tools, "data.tools", "JSON schemas with this task, which calls no functions")
         chat = section.turns == 1 or self.data.form != "append"
         self.require(chat, "sampling.turns", "1 with data.form append, which continues the prompt")
 
@@ -177,13 +164,5 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
 
 
 def with_defaults(values: Values) -> Fields:
-    """Return values over the defaults of their task; kinds stand as {"kind": name}."""
-    values = merged(find_task(values.get("task")).defaults, values)
-    judges = values.get("judges")
-    if isinstance(judges, Mapping):
-        values = {**values, "judges": {name: _with_key(judge) for name, judge in judges.items()}}
-    return {**values, "task": _with_key(values["task"])}
-
-
-def _with_key(value: Any) -> Any:
-    return {KEY: str(value)} if isinstance(value, str) else value
+    """Return values over the defaults of their task."""
+    return merged(find_task(values.get("task")).defaults, values)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_jax.config.fields import (
     COEFFICIENT,
@@ -17,6 +16,7 @@ from grpo_jax.config.fields import (
     Count,
     Length,
     NonNegative,
+    Options,
     Positive,
     PositiveCount,
     Section,
@@ -51,8 +51,8 @@ class LoraSection(Section):
     """Folder of a PEFT adapter to start from; rank, alpha, targets and vision are then its own."""
 
     def __post_init__(self) -> None:
-        beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
-        alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
+        beside = self.model_dump(exclude_defaults=True, exclude={"path"})
+        alone = self.path is None or not beside
         require(alone, "path", "no rank, alpha or targets beside it, nor vision: the adapter has its own", beside)
         adapted = self.used or not self.vision
         self.require(adapted, "vision", "false without adapters (policy.lora.rank 0; policy.vision train)")
@@ -133,7 +133,6 @@ class PolicySection(Section):
     lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
     """Low-rank adapters; in Python also a peft.LoraConfig."""
     mesh: MeshSection = resume_mutable(default_factory=MeshSection)
-    """Several devices."""
 
     def __post_init__(self) -> None:
         frozen = self.vision == "frozen" or not self.lora.used
@@ -165,7 +164,7 @@ class DataSection(Section):
     tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
-    chat_template_options: dict[str, Any] = {}
+    chat_template_options: Options = {}
     """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here; and
     today, the date ("YYYY-MM-DD") for a template that writes it, by default that of the run's first start."""
     max_prompt_tokens: Length = 256
@@ -396,29 +395,25 @@ class RewardSection(Section):
     task has it, mostly always."""
     threshold: float = 0.0
     """The threshold of a condition_on that names a reward."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """Keyword arguments of the reward."""
     messages: bool = False
     """Give it prompts and completions as chat messages, as TRL does; of an import path alone."""
     label: str = ""
     """Its name in metrics and condition_on, for several of one function; empty for its own name."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     def __post_init__(self) -> None:
-        require(bool(self.name), "rewards.name", "a name", self.name)
-        require(math.isfinite(self.threshold), f"rewards.{self.called}.threshold", "a finite number", self.threshold)
+        self.require(self.name, "name", "a name")
 
     @property
     def called(self) -> str:
         """Its name in metrics."""
         return self.label or self.name.rpartition(":")[2]
-
-
-def reward_entries(value: Any) -> Any:
-    """Return rewards that are given as text, a.py:f,b.py:g, or as entries that are texts, as mappings."""
-    value = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-    if not isinstance(value, list | tuple):
-        return value
-    return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
 
 
 class EvaluationSection(Section):

@@ -6,7 +6,6 @@ import shutil
 import pytest
 from support.text_task import rows
 
-from grpo_jax import evaluate
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
@@ -41,20 +40,6 @@ def error_line(captured):
     assert "Traceback" not in captured.out + captured.err
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
     return captured.err.strip()
-
-
-def test_yaml_runs_no_code(refused, tmp_path):
-    path, trace = tmp_path / "config.yaml", tmp_path / "trace"
-    path.write_text(f"run_dir: !!python/object/apply:os.system ['touch {trace}']\n")
-    refused(config=path)
-    run = tmp_path / "evil"
-    run.mkdir()
-    (run / "config.yaml").write_text(path.read_text())
-    assert "not valid YAML" in refused("--run", run, command=evaluate.main)
-    assert not trace.exists()
-
-
-# files
 
 
 def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):
@@ -106,6 +91,10 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
             "rewards.faithfulness.options: expected arguments of the reward (margin), got 'margn'",
         ),
         ([*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margin": 7}}]'], "margin: expected a simil"),
+        (
+            [*PICTURES, "--rewards", '[{"name": "faithfulness", "messages": true}]'],
+            "messages is for rewards of your own",
+        ),
         ([*PICTURES, "--judges.renderer.path", "./no_renderer"], "no such folder: ./no_renderer"),
         ([*PICTURES, "--judges.scorer.model", "./no_clip"], "no such folder: ./no_clip"),
         (
@@ -140,16 +129,6 @@ def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, 
     assert not run.exists()
 
 
-# the run directory
-
-
-def test_a_run_directory_that_is_taken(refused, run):
-    run.mkdir()
-    (run / "thesis.txt").write_text("years of work")
-    assert "is not empty; continue it with --resume or choose another --run_dir" in refused()
-    assert [path.name for path in run.iterdir()] == ["thesis.txt"]
-
-
 @pytest.mark.wide
 def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
     if not os.path.exists("/dev/full"):
@@ -163,15 +142,6 @@ def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
     (run / "metrics.jsonl").unlink()
     assert main(["--run_dir", str(run), "--resume"]) == 0
     assert [row["step"] for row in rows(run)] == [1, 2]
-
-
-# judges
-
-
-def test_a_hanging_judge(refused, monkeypatch):
-    monkeypatch.setenv("JUDGE", "hang:1")
-    message = refused("--judge_timeout", "2")
-    assert "no result after 2 s" in message and "Saved after iteration 1" in message
 
 
 def test_debug_shows_the_traceback(place, run):

@@ -2,10 +2,12 @@
 
 import pytest
 import yaml
+from support.imports import FILES
 from support.text_task import ROOT
 
 from grpo_jax.config.command_line import find_config, load_config, parse
-from grpo_jax.config.fields import build, differences, identity, to_yaml, walk
+from grpo_jax.config.fields import ConfigField, Section, build, differences, identity, to_yaml, walk
+from grpo_jax.config.named import load_module
 from grpo_jax.config.run import JUDGES, TASKS, Config, find_task, make_config
 from grpo_jax.config.sections import PolicySection, RewardSection
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
@@ -46,7 +48,31 @@ def other_values():
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_field_has_its_help(section):
-    assert all(field.description.endswith((".", ".)")) for field in section.model_fields.values())
+    fields = [field for field in walk(section, {}) if field.about is section and field.inner is None]
+    assert all(field.info.description.endswith((".", ".)")) for field in fields)
+
+
+# how many: every one is a line that users read and a case that runs must hold
+
+MOST = 220
+
+
+def sections(kind=Section):
+    """Every section of the packages: those of runs and CartPole, tasks, judges, pools, retrieval."""
+    for inner in kind.__subclasses__():
+        yield from (inner, *sections(inner))
+
+
+def test_there_are_few_fields():
+    """Each counts where it is defined, once; what holds a section counts by the section's fields."""
+    for name in FILES:
+        if name.startswith(("grpo_jax.config", "grpo_jax.tasks", "bridges.judges")):
+            load_module(name)
+    kinds = {kind for kind in sections() if kind.__module__ in FILES}
+    own = [(kind, name) for kind in kinds for name in kind.__annotations__ if name in kind.model_fields]
+    fields = [ConfigField("", kind, name, kind.model_fields[name], None) for kind, name in own]
+    leaves = [field for field in fields if field.inner is None and field.marked is None]
+    assert len(kinds) > 30 and len(leaves) <= MOST, len(leaves)
 
 
 # round trips

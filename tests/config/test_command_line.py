@@ -1,16 +1,23 @@
-"""The command line: it overrides files, knows the fields of task and judges in use, and prints what is in force."""
+"""The command line: it overrides files, knows the fields of task and judges in use; and one name for all commands."""
 
+import contextlib
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from support.text_task import ROOT
 
+from grpo_jax import __main__, evaluate, train
 from grpo_jax.config.command_line import find_config, load_config, parse
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.text_task import Text
-from grpo_jax.train import main
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
@@ -18,7 +25,7 @@ SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 def stopped(capsys, *arguments):
     """What a command prints that ends by itself."""
     with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
+        __main__.main(list(arguments))
     assert ended.value.code in (0, None)
     return capsys.readouterr().out
 
@@ -44,6 +51,9 @@ def test_values_are_read_as_their_fields_say():
         "run_dir": "2024", "policy.path": "a{odd}", "algorithm.clip_low": "null", "policy.lora.targets": "[q_proj, o]",
         "optimizer.learning_rate": "1e-5", "sampling": '{"group_size": 4, "top_k": 2}', "rewards": '[{"name": "m:f"}]',
         "judges.a": "vqa", "judges.a.path": "[x]", "judges.a.question": "{prompt}: {odd}",
+        "judges.b": "function", "judges.b.name": "m:f",
+        "judges.b.options.size": "3", "judges.b.options.text": "a: b: c",
+        "data.chat_template_options.today": "2026-11-02", "data.chat_template_options.enable_thinking": "true",
         "eval_rewards": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "deterministic": "no",
     }  # fmt: skip
     options = [f"--{name}={text}" for name, text in words.items()]
@@ -51,6 +61,9 @@ def test_values_are_read_as_their_fields_say():
     assert (config.run_dir, config.policy.path, config.algorithm.clip_low) == ("2024", "a{odd}", None)
     assert (config.judges["a"].path, config.judges["a"].question) == ("[x]", "{prompt}: {odd}")
     assert config.policy.lora.targets == ["q_proj", "o"] and config.optimizer.learning_rate == 1e-5
+    assert config.judges["b"].options == {"size": 3, "text": "a: b: c"}
+    assert config.data.chat_template_options == {"today": "2026-11-02", "enable_thinking": True}
+    assert make_config(yaml.safe_load(to_yaml(config))) == config
     sampling = config.sampling
     assert (sampling.group_size, sampling.top_k, sampling.max_new_tokens) == (4, 2, 7)  # of a section what it names
     assert config.rewards == [RewardSection(name="m:f")] and config.eval_rewards == ["m:a", "m:b"]
@@ -98,7 +111,7 @@ def test_a_file_comes_before_a_shipped_config_of_its_name(tmp_path, monkeypatch)
 def test_the_printed_config_is_a_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = "prompt_enhancement_sd3"
-    Path("printed.yaml").write_text(stopped(capsys, "--config", name, "--seed", "7", "--print_config"))
+    Path("printed.yaml").write_text(stopped(capsys, "train", "--config", name, "--seed", "7", "--print_config"))
     expected = load_config(find_config(name)).replace(seed=7)
     assert load_config(Path("printed.yaml")) == parse(["--config=printed.yaml"]) == expected
 
@@ -128,3 +141,86 @@ def test_a_lora_config_of_peft_is_a_section():
 )
 def test_the_learning_rate_is_safe_for_what_is_trained_unless_it_is_given(lora, given, expected):
     assert make_config(task="text", policy={"lora": lora}, optimizer={"learning_rate": given}).learning_rate == expected
+
+
+# all commands under one name
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "grpo_jax", "trian"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: trian: no such command; did you mean train?\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["grpo"] == "grpo_jax.__main__:command"
+
+
+def test_the_console_script_imports_from_the_current_folder(tmp_path, monkeypatch):
+    left = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/somewhere/bin", *sys.path[1:]])
+    monkeypatch.setattr(sys, "argv", ["grpo", "--version"])
+    monkeypatch.setattr(__main__, "exit_process", left.append)
+    __main__.command()
+    assert sys.path[0] == str(tmp_path) and left == [0]
+
+
+def test_train_and_resume_take_the_options_of_the_training_command(tmp_path, capsys):
+    assert yaml.safe_load(stopped(capsys, "train", "--task=text", "--seed", "3", "--print_config"))["seed"] == 3
+    (tmp_path / "config.yaml").write_text("task: text\nseed: 5\n")
+    values = yaml.safe_load(stopped(capsys, "resume", str(tmp_path), "--training.max_steps=9", "--print_config"))
+    assert (values["seed"], values["resume"], values["run_dir"]) == (5, True, str(tmp_path))
+    assert values["training"]["max_steps"] == 9
+
+
+def test_commands_reach_their_runs(tmp_path, capsys):
+    gone = str(tmp_path / "gone")
+    for words in (["resume", gone], ["evaluate", "--run", gone], ["export", "--run", gone, "--out", gone]):
+        assert __main__.main(words) == 2
+        line = capsys.readouterr().err
+        assert gone in line and "no config.yaml" in line and not (tmp_path / "gone").exists()
+    assert __main__.main(["resume"]) == 2
+    assert "resume: say which run, as in resume runs/my_run" in capsys.readouterr().err
+    for words in ([], ["--help"]):
+        assert __main__.main(words) == 0
+        shown = capsys.readouterr().out
+        assert all(f"\n  {name} " in shown for name in ("train", "resume", "plan", "evaluate", "export", "report"))
+    assert __main__.main(["train", "--task=cartpole", "--plan"]) == 2
+    assert "there is nothing to plan" in capsys.readouterr().err
+
+
+def test_every_command_says_its_version(capsys):
+    for command in (__main__.main, train.main, evaluate.main):
+        with contextlib.suppress(SystemExit):
+            assert command(["--version"]) == 0
+        assert capsys.readouterr().out.strip() == metadata.version("grpo_jax")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "--rum", "x", "--out", "y"], "error: --rum: no such option; did you mean --run?"),
+        (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
+        (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, "),
+        (["exprot"], "error: exprot: no such command; did you mean export?"),
+    ],
+)
+def test_what_a_command_has_not_is_told_what_was_meant(words, message, capsys):
+    assert __main__.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message) and said.count("\n") == 1
+
+
+def test_a_table_takes_any_name():
+    config = parse(["--task=text", "--data.columns.model=a", "--data.columns.seed", "b", "--data.columns={prompt: c}"])
+    assert config.data.columns == {"model": "a", "seed": "b", "prompt": "c"}
+
+
+def test_an_adapter_on_the_command_line_takes_the_place_of_a_rank_in_the_file(tmp_path):
+    lora = {"rank": 8, "alpha": 16.0, "targets": ["q_proj"]}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"task": "text", "policy": {"lora": lora}}))
+    config = [f"--config={tmp_path / 'c.yaml'}"]
+    assert parse([*config, "--policy.lora.path=adapter"]).policy.lora == make_config(
+        task="text", policy={"lora": {"path": "adapter"}}
+    ).policy.lora  # fmt: skip
+    assert parse([*config, "--policy.lora.alpha=8"]).policy.lora.rank == 8
+    with pytest.raises(UserError, match=r"policy\.lora\.path: expected no rank"):
+        parse([*config, "--policy.lora.path=adapter", "--policy.lora.rank=4"])  # who says both means one of them

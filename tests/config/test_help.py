@@ -1,6 +1,8 @@
 """What --help prints: a screen that leads on, a section, a field, all of them; with the values in force."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from support.text_task import ROOT
@@ -114,6 +116,14 @@ def test_what_is_no_section_is_told_the_nearest(capsys):
             assert capsys.readouterr().err == said
     assert train.main(["--help", "policy", "--task", "cartpole"]) == 2  # which has none
     assert "--help policy: no such section" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_is_no_mistake():
+    command = [sys.executable, "-m", "grpo_jax.train", "--task=text", "--help", "all"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 0)
+    process.stderr.close()
 
 
 def test_a_run_that_is_resumed_shows_its_own_values(tmp_path, capsys):

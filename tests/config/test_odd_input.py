@@ -10,12 +10,11 @@ import yaml
 
 from grpo_jax import evaluate, export
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.fields import build, identity
+from grpo_jax.config.fields import identity
 from grpo_jax.config.files import read_yaml
 from grpo_jax.config.sections import SamplingSection
 from grpo_jax.errors import UserError, run_cli
 from grpo_jax.predict import load_rewriter
-from grpo_jax.rollout.reward_registry import judge_named
 from grpo_jax.train import main
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -40,6 +39,7 @@ def line_of(capsys, command, *arguments):
         (b"task: text\ntraining: {max_steps: many}\n", "training.max_steps: expected a whole number, got 'many'"),
         (b"task: \xff\n", "config.yaml: not UTF-8 text; save it as UTF-8"),
         (b"seed: 1\n", "task: expected a kind"),
+        (b"run_dir: !!python/object/apply:os.system ['touch trace']\n", "not valid YAML"),
         (b"task: text\ntask: cartpole\n", "config.yaml: not valid YAML: line 2: 'task' stands twice in one section"),
         (BOMB.encode(), "stands for more than 100,000 entries"),
         (b"task: &a [*a]\n", "nested deeper than 32 levels"),
@@ -94,8 +94,6 @@ def test_names_that_no_file_has(place, tmp_path, capsys, path):
 def test_whole_numbers_are_floats_where_a_field_is_one():
     assert identity(SamplingSection(temperature=1)) == identity(SamplingSection(temperature=1.0))
     assert json.dumps(identity(SamplingSection(temperature=1))) == json.dumps(identity(SamplingSection()))
-    made = build(SamplingSection, {"temperature": 1})
-    assert isinstance(made.temperature, float)
 
 
 def test_errors_stay_on_one_line(capsys):
@@ -128,17 +126,6 @@ def test_memory_that_runs_out_is_one_line_that_says_whose_it_was(capsys):
         assert line.startswith(f"error: {whose} ran out of its device's memory (") and line.count("\n") == 1
         with pytest.raises(RuntimeError):
             run_cli(fails, ["--debug"])
-
-
-def test_a_judge_that_finds_no_memory_is_named():
-    class OutOfMemoryError(RuntimeError):
-        pass
-
-    with (
-        pytest.raises(UserError, match=r"judges\.scorer: loading it raised OutOfMemory"),
-        judge_named("scorer"),
-    ):
-        raise OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "large.yaml"])

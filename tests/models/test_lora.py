@@ -24,8 +24,7 @@ from grpo_jax.models.hf.peft import load_adapters, lora_config
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.runs.checkpoint import restore_params
-from grpo_jax.training.optimizer import make_optimizer
-from grpo_jax.training.state import init_state, reference_variables, refresh_reference, saved_parts
+from grpo_jax.training.state import init_state, make_optimizer, reference_variables, refresh_reference, saved_parts
 from grpo_jax.training.update import make_update
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))

@@ -17,12 +17,11 @@ from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, held_memory, read_shape
 from grpo_jax.planning.programs import report_program, run_programs
+from grpo_jax.planning.shapes import GIB, batch_shapes, state_shapes, tree_bytes
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
-from grpo_jax.training.memory import GIB, batch_shapes, state_shapes, tree_bytes
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state
+from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_configured_step
 
 SMALL = (

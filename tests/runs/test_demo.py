@@ -97,7 +97,7 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
                 "--run",
                 str(finished),
                 "--port=99999",
-            ): "--port: cannot listen on 127.0.0.1:99999 (bind(): port must",
+            ): "--port: expected a number from 1 to 65535, got 99999",
         }
         for arguments, says in refused.items():
             assert demo.main(arguments) == 2

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 QUICK = (
     "--xla_backend_optimization_level=0",
@@ -24,6 +27,19 @@ def known_flags(flags: tuple[str, ...] = QUICK) -> str:
 
     every = " ".join(flags)
     return every if known(every) else " ".join(filter(known, flags))
+
+
+KEPT = 2**30
+"""Bytes of compiled programs that a test session leaves for the next; a larger folder is begun anew."""
+
+
+def kept_programs() -> Path:
+    """The user's folder of compiled programs of this machine; JAX tells versions and flags apart by their names."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "grpo_jax" / f"test_programs_{platform.node()}"
+    if sum(path.stat().st_size for path in folder.glob("*")) > KEPT:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def devices(number: int) -> str:

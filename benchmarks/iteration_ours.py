@@ -17,8 +17,7 @@ from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import Objectives
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state
+from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_configured_step, make_preparation
 
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)

@@ -52,7 +52,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
-    from grpo_jax.runs.stopping import Callbacks, stop_requests
+    from grpo_jax.runs.session import Callbacks, Session, stop_requests
     from grpo_jax.runs.trainer import Trainer
 
     config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
@@ -62,7 +62,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
         if variant.endswith("shuffled"):
             ctx = ctx._replace(fns=ctx.fns._replace(score=shuffled(ctx.fns.score, seed)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            trainer = Trainer(ctx, output, checkpoints, stop, Callbacks(), clock)
+            trainer = Trainer(Session(config, output, checkpoints, stop, Callbacks(), clock), ctx)
             trainer.begin()
             trainer.train()
             trainer.finish()

@@ -33,6 +33,7 @@ from grpo_jax.core.advantages import (
     sum_rewards,
 )
 from grpo_jax.models.layers import make_mlp
+from grpo_jax.models.lora import count_weights
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
@@ -134,7 +135,7 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
         rows.append(measures)
         if signal:
             looks = jax.vmap(lambda key, i=index: jax.random.fold_in(jax.random.fold_in(key, SIGNAL_STREAM), i))(keys)
-            seen.append(signal(state.params["policy"], looks))
+            seen.append(signal(state.variables["policy"], looks))
     curves = {key: stacked(rows, key) for key in ("environment_steps", "episode_return", "centred", "distance")}
     curves |= {key: stacked(seen, key) for key in (seen[0] if seen else ())}
     sizes = jax.eval_shape(training.init, jax.random.key(0))
@@ -147,7 +148,7 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
         "seconds": seconds,
         "seconds_at": at,
         "compile_seconds": compiling,
-        "parameters": training.parameters,
+        "parameters": {name: count_weights(tree) for name, tree in sizes.variables.items()},
         "optimizer_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sizes.optimizer)),
         "iterations": config.training.iterations,
         "learning_rate": f"{config.optimizer.learning_rate:g}, {schedule}",

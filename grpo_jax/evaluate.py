@@ -36,9 +36,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import START, restore_variables, run_config
     from grpo_jax.runs.processes import enable_compile_cache
-    from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
+    from grpo_jax.runs.session import Progress, require_same_task
 
     enable_compile_cache()
     config = run_config(options.run)

@@ -19,7 +19,7 @@ from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, vers
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
-    from grpo_jax.runs.stopping import Callback
+    from grpo_jax.runs.session import Callback
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
             config.rewards with that name, if there is one, sets its weight, condition, options and messages;
             otherwise it has weight 1. Every entry must have its function. --resume and evaluate find functions at the
             top level of a module again, others must be given again.
-        on_iteration: Called with a `runs.stopping.IterationEvent` when an iteration's metrics are written. Like the
+        on_iteration: Called with a `runs.session.IterationEvent` when an iteration's metrics are written. Like the
             others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.
         on_validation: Called after it where the iteration was validated.
@@ -69,17 +69,11 @@ def _run(
 ) -> dict[str, Any]:
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
-    from grpo_jax.config.run import Config
     from grpo_jax.reports.output import open_output
-    from grpo_jax.runs.stopping import Callbacks
+    from grpo_jax.runs.session import Callbacks
+    from grpo_jax.runs.trainer import train
 
-    if isinstance(config, Config):
-        from grpo_jax.runs.trainer import train
-
-        return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
-    from grpo_jax.runs.blocks import train_blocks
-
-    return train_blocks(config, open_output, Callbacks(*callbacks))
+    return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -112,9 +112,9 @@ def x64():
 def cluster():
     """A Ray cluster on this machine, which this process belongs to: started once, and left for the next module."""
     pytest.importorskip("ray")
-    from bridges import ray_pool
+    from bridges import ray_cluster
 
-    ray_pool.join(None, object_store=256 * 2**20)
+    ray_cluster.join(None, object_store=256 * 2**20)
 
 
 @pytest.fixture(scope="module")

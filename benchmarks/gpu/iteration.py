@@ -31,8 +31,7 @@ from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import commit_to_device, init_state, needs_reference
+from grpo_jax.training.state import commit_to_device, init_state, make_optimizer, make_schedule, needs_reference
 from grpo_jax.training.update import make_update
 
 CONFIG = Path(__file__).parents[2] / "configs" / "prompt_enhancement_sd3.yaml"

@@ -18,8 +18,8 @@ from outcome import Figures, Measurements, Skip
 
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.planning.programs import report_program, run_programs
+from grpo_jax.planning.shapes import Program
 from grpo_jax.planning.targets import TARGETS, Target
-from grpo_jax.training.memory import Program
 
 ALLOWED = 0.1
 """Of the planned peak."""

@@ -25,8 +25,7 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import commit_to_device, init_state
+from grpo_jax.training.state import commit_to_device, init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_configured_step
 
 LEARNING_RATE = 1e-6

@@ -24,8 +24,8 @@ from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.architectures import ModelConfig, read_model_config
 from grpo_jax.planning.memory import FREE, RUNTIME, held_memory
 from grpo_jax.planning.programs import compile_program, count_work, read_memory, run_programs
+from grpo_jax.planning.shapes import GIB, state_shapes
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
-from grpo_jax.training.memory import GIB, state_shapes
 
 Cell = dict[str, Any]
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 256

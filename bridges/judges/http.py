@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Any
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from grpo_jax.config.fields import Positive, PositiveCount, Words, require, resume_mutable
@@ -87,42 +86,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """No other request: the answer that redirects is an error."""
 
 
-class _Post(urllib.request.Request):
-    """A request with one deadline: a socket's own timeout begins anew with every byte that comes."""
-
-    sock: socket.socket | None = None
-    late = False
-
-    def hang_up(self) -> None:
-        """End the request, whatever it waits for."""
-        self.late = True
-        if self.sock is not None:
-            with suppress(OSError):  # it has ended by itself
-                self.sock.shutdown(socket.SHUT_RDWR)
-
-
-class _KeepsSocket(urllib.request.AbstractHTTPHandler):
-    def do_open(self, http_class: type[HTTPConnection], req: _Post, **options: Any) -> HTTPResponse:
-        """Open a connection whose socket the request knows."""
-
-        class Connection(http_class):
-            def connect(self) -> None:
-                super().connect()
-                req.sock = self.sock
-                if req.late:
-                    raise TimeoutError("the connection took too long")
-
-        return super().do_open(Connection, req, **options)
-
-
-class _Http(_KeepsSocket, urllib.request.HTTPHandler):
-    pass
-
-
-class _Https(_KeepsSocket, urllib.request.HTTPSHandler):
-    pass
-
-
 class HttpJudge:
     """A judge behind an address, itself a reward.
 
@@ -142,7 +105,7 @@ class HttpJudge:
         self._config = config
         self._headers = {**read_headers(config.headers_from), "Content-Type": "application/json"}
         self._first_pause = first_pause
-        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
+        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def __str__(self) -> str:
         return f"{self.name}: {self._config.concurrency} requests at once, of {self._config.batch_size} completions"
@@ -180,14 +143,16 @@ class HttpJudge:
 
     def _post(self, request: bytes) -> bytes:
         """One attempt: the answer's body."""
-        post = _Post(self._config.url, request, self._headers, method="POST")
-        deadline = threading.Timer(self._config.timeout, post.hang_up)
-        deadline.start()
+        post = urllib.request.Request(self._config.url, request, self._headers, method="POST")
+        body, seconds = b"", self._config.timeout
+        deadline = time.monotonic() + seconds
         try:
-            with self._opener.open(post, timeout=self._config.timeout) as answer:
-                body = answer.read(_LONGEST_ANSWER)
-                # what came before a late line was cut looks like a whole answer
-                if post.late or (answer.length and len(body) < _LONGEST_ANSWER):
+            with self._opener.open(post, timeout=seconds) as answer:
+                while len(body) < _LONGEST_ANSWER and (came := answer.read1(2**16)):
+                    body += came
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                if answer.length and len(body) < _LONGEST_ANSWER:
                     raise HTTPException(f"the answer broke off {answer.length} bytes before its end")
                 return body
         except urllib.error.HTTPError as error:
@@ -199,11 +164,9 @@ class HttpJudge:
             raise JudgeError(f"{reason}, {self.name}") from error
         except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
             reason = getattr(error, "reason", error)
-            reason = f"{type(reason).__name__}: {one_line(reason, 80)}"
-            late = f"no whole answer within {self._config.timeout:g} s"
-            raise _PassingError(late if post.late else reason) from error
-        finally:
-            deadline.cancel()
+            if isinstance(reason, TimeoutError):
+                raise _PassingError(f"no whole answer within {seconds:g} s") from error
+            raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 80)}") from error
 
 
 def pause_after(attempt: int, first: float, retry_after: float) -> float:

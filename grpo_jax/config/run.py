@@ -115,8 +115,6 @@ class Config(Section):
         fits = algorithm.overlong_buffer <= section.max_new_tokens
         longest = f"at most sampling.max_new_tokens = {section.max_new_tokens}"
         self.require(fits, "algorithm.overlong_buffer", longest)
-        tools = type(self.task).calls_tools or not self.data.tool_names
-        self.require(tools, "data.tools", "JSON schemas with this task, which calls no functions")
         chat = section.turns == 1 or self.data.form != "append"
         self.require(chat, "sampling.turns", "1 with data.form append, which continues the prompt")
 

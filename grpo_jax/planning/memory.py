@@ -29,9 +29,11 @@ from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
 from grpo_jax.planning.programs import Report, report_program, run_programs
+from grpo_jax.planning.shapes import GIB, Shown, state_shapes, tree_bytes
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
+from grpo_jax.rollout.data import all_rows, row_facts
+from grpo_jax.rollout.prompts import prompts_of
 from grpo_jax.runs.policy import NEW
-from grpo_jax.training.memory import GIB, Shown, state_shapes, tree_bytes
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
 RUNTIME = GIB // 2
@@ -181,9 +183,13 @@ def _policy_folder(path: str) -> Path:
 
 
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
-    """Return the pictures that the policy is shown, or None, and the plan's line about its vision tower, if any."""
-    prompt, observation = config.task.count_pictures(config)
-    observations = observation * (config.sampling.turns - 1)
+    """Return the pictures that the policy is shown, or None, and the plan's line about its vision tower, if any.
+
+    Those of prompts are counted if their file is at hand. Where a renderer draws, a picture comes between two turns.
+    """
+    prompt, observations = 0, (config.sampling.turns - 1) * ("renderer" in config.judges)
+    if os.path.exists(config.data.prompts):
+        prompt = int(row_facts(all_rows(prompts_of(config.data)))["pictures"].max())
     vision = model.vision
     if vision is None:
         words = "a model that has a vision tower: there are pictures"

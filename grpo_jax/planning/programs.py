@@ -20,11 +20,7 @@ from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE
-from grpo_jax.planning.targets import Target, compile_for, lowering_for
-from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.samplers import sampling_params
-from grpo_jax.training.memory import (
+from grpo_jax.planning.shapes import (
     Program,
     Shown,
     batch_shapes,
@@ -34,6 +30,10 @@ from grpo_jax.training.memory import (
     tree_bytes,
     update_program,
 )
+from grpo_jax.planning.targets import Target, compile_for, lowering_for
+from grpo_jax.sampling.episodes import make_episode_sampler
+from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import TrainState, needs_reference
 from grpo_jax.training.update import make_forward_step, needs_old_logprobs

@@ -27,7 +27,7 @@ from grpo_jax.rollout.data import further_batch_at
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.session import Record
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives
 from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables
@@ -40,8 +40,11 @@ _AHEAD = "rollout ahead"
 _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
 
 
-def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> tuple[Rollout, Record]:
-    """Sample and judge the batch of an iteration; return it and its part of the metrics row.
+Drawn = tuple[Rollout, Objectives, Record]
+
+
+def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> Drawn:
+    """Sample and judge the batch of an iteration; return it, what is maximised, and its part of the metrics row.
 
     With zero_variance_groups "resample" further batches are drawn until P groups are informative, at most
     three: DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come
@@ -54,7 +57,7 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
         objectives = weigh(ctx, rollout, training=True)
         row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)
         if algorithm.zero_variance_groups == "keep":
-            return rollout, row | moment.logged
+            return rollout, objectives, row | moment.logged
         informative = informative_groups(objectives, algorithm)
         while informative.sum() < size and draws <= further:
             rollout = join_rollouts([rollout, _collect(ctx, variables, iteration, draws, locks)])
@@ -63,7 +66,8 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
     if draws > 1:
         places = np.argsort(~informative, kind="stable")[:size]
         rollout, informative = rollout.pick(places), informative[places]
-    return rollout, row | {"draws": draws, "groups_kept": int(informative.sum())} | moment.logged
+        objectives = weigh(ctx, rollout, training=True)
+    return rollout, objectives, row | {"draws": draws, "groups_kept": int(informative.sum())} | moment.logged
 
 
 def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int, locks: Locks | None) -> Rollout:
@@ -136,9 +140,9 @@ class Rollouts:
         self._closed = threading.Event()
         self._ctx = ctx._replace(stopping=lambda: self._closed.is_set() or ctx.stopping())
         self._locks: Locks = defaultdict(threading.Lock)
-        self._drawn: dict[int, Future[tuple[Rollout, Record]]] = {}
+        self._drawn: dict[int, Future[Drawn]] = {}
 
-    def draw(self, state: TrainState, iteration: int) -> tuple[Rollout, Record, TrainState]:
+    def draw(self, state: TrainState, iteration: int) -> tuple[Rollout, Objectives, Record, TrainState]:
         """Return `draw` of a batch, and the state; sampled ahead, it holds the weights that sample the next batch."""
         if not self._is_ahead:
             return *draw(self._ctx, state.variables, iteration), state
@@ -148,11 +152,11 @@ class Rollouts:
         now = rollout_copy(state)
         if iteration + 1 < self._ctx.iterations:
             self._begin(iteration + 1, rollout_variables(state, now))
-        rollout, row = self._drawn[iteration].result()
+        rollout, objectives, row = self._drawn[iteration].result()
         del self._drawn[iteration]
         row = {**row, "staleness": int(state.step) - int(copied.step)}
         free_buffers(copied)
-        return rollout, row, state._replace(rollout_weights=now)
+        return rollout, objectives, row, state._replace(rollout_weights=now)
 
     def _begin(self, iteration: int, variables: Variables) -> None:
         if iteration in self._drawn:

@@ -33,7 +33,7 @@ from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.directory import disk_errors, disk_reason, saved_steps
-from grpo_jax.runs.progress import Record as Meta
+from grpo_jax.runs.session import Record as Meta
 
 EVALUATED = "variables"
 """The part of a state that evaluation needs; stored apart, so that it is read alone."""

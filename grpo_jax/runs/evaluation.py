@@ -23,7 +23,7 @@ from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import RunContext, load
-from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
+from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.policy import START, restore_variables, run_config
 from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.tasks.task import Info

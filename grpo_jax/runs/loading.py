@@ -27,6 +27,7 @@ from grpo_jax.models import hf
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, on_all_processes, process_count
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
+from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.data import (
     SPLITS,
     PromptSet,
@@ -52,7 +53,7 @@ from grpo_jax.rollout.reward_registry import (
 )
 from grpo_jax.rollout.rewards import Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
-from grpo_jax.runs.measures import require_names
+from grpo_jax.runs.metrics import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,
     load_run_policy,
@@ -63,10 +64,9 @@ from grpo_jax.runs.policy import (
     unused_chat_mark,
 )
 from grpo_jax.runs.processes import require_same
-from grpo_jax.runs.progress import SCORE
+from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
-from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 _GALLERY = 12  # held-out prompts whose pictures are kept
@@ -188,27 +188,26 @@ def load(
     pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
+    image_processor = image_processor_of(config, folder)
     encode = make_encode(
         folder.tokenizer,
         config.data,
         pad_id=folder.pad_id,
         vocab_size=folder.config.vocab_size,
         rows=rows,
-        image_processor=image_processor_of(config, folder),
+        image_processor=image_processor,
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", told)
-    if devices[0].platform == "cpu" and process_count() == 1:
-        require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
 
     def load_judges() -> dict[str, Any]:
         judges = {}
         if leaving is not None and config.elsewhere:
-            leaving.callback(own_package("bridges", "ray_pool").leave)
+            leaving.callback(own_package("bridges", "ray_cluster").leave)
         for name, judge in judge_sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])
@@ -219,7 +218,8 @@ def load(
         info(name, title(judge))
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
     device = devices[0] if policy.mesh is None else None
-    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
+    prepare = None if image_processor is None else make_prepare(image_processor, device)
+    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, prepare)
     choices = data.choices
     texts = choices and choices.texts
     allowed, trie = policy_tokens(config, policy.folder), choices_trie(config, texts, policy.folder)
@@ -312,11 +312,9 @@ def make_rollout_fns(
     rewards: ResolvedRewards,
     judges: Mapping[str, object],
     encode: Callable[..., Encoded],
-    *,
-    device: jax.Device | None = None,
+    prepare: Callable[[object], Pictures] | None,
 ) -> RolloutFns:
     """Make the functions between the policy's tokens and the rewards."""
-    image_processor = image_processor_of(config, loaded)
     maximised: dict[str, Reward] = {}
     watched: dict[str, Reward] = {}
     for bound, wanted in ((maximised, rewards.maximised), (watched, rewards.watched)):
@@ -335,7 +333,7 @@ def make_rollout_fns(
         ),
         reward_names=tuple(maximised),
         eval_reward_names=tuple(watched),
-        prepare=None if image_processor is None else make_prepare(image_processor, device),
+        prepare=prepare,
         env=make_env_settings(config, data.environment, loaded),
         gallery=_GALLERY,
     )

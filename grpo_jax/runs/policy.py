@@ -29,7 +29,7 @@ from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prep
 from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.session import Record
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.state import trained_collections
 

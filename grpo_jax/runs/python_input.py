@@ -30,7 +30,7 @@ from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.loading import RunContext, load
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.session import Record
 
 
 class PythonInput(NamedTuple):

@@ -18,8 +18,8 @@ from grpo_jax.runs.evaluation import (
     watched_values,
 )
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.measures import TOTAL, fallen
-from grpo_jax.runs.progress import Progress, Record
+from grpo_jax.runs.metrics import TOTAL, fallen
+from grpo_jax.runs.session import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.task import EpisodeEntry, Findings, Finished, GalleryEntry, ShownTurn, Table, of_turns
 

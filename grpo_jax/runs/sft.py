@@ -12,12 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
-from grpo_jax.core.trie import Trie
 from grpo_jax.errors import Stopped, UserError
-from grpo_jax.models.broadcast import broadcast
-from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables, make_loss_scale
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
@@ -26,12 +22,20 @@ from grpo_jax.rollout.env import Observation, as_observation, prepared
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.progress import Record, identity_of, require_same, with_total
+from grpo_jax.runs.session import Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, init_state, restored_state, saved_parts
+from grpo_jax.training.state import (
+    TrainState,
+    commit_to_device,
+    free_buffers,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    restored_state,
+    saved_parts,
+)
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
@@ -52,33 +56,25 @@ def warm_up(
     notes: dict[str, Record] = {"before": {}, "remembered": {}}
     if not ctx.config.sft.steps:
         return ctx.policy.variables, notes, {}
-    identity = identity_of(ctx.config, ctx.task_data.identity)
-    meta = None
-    if broadcast(folder.is_dir()):
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            if checkpoints.latest_step() is not None:
-                meta = checkpoints.read_meta("latest")
-                require_same(meta["identity"], ctx.config, ctx.task_data.identity, folder)
-    if meta is None:
-        started = time.monotonic()
-        if ctx.test_rows:
-            untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
-            notes["before"] = {UNTRAINED: untrained.measures}
-            notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
-        meta = {"identity": identity, "notes": notes, "seconds": {"evaluate": time.monotonic() - started}}
-    kept = {name: meta[name] for name in ("identity", "notes", "seconds")}
     with Checkpoints(folder, keep=2, warning=lambda line: info(f"warning: {line}")) as checkpoints:
-        variables, seconds = run_sft(
-            ctx,
-            checkpoints=checkpoints,
-            meta=lambda: {**kept, "seconds": with_total(kept["seconds"], clock)},
-            info=info,
-        )
+        if checkpoints.latest_step() is not None:
+            kept = checkpoints.read_meta("latest")
+            require_same(kept["identity"], ctx.config, ctx.task_data.identity, folder)
+        else:
+            started = time.monotonic()
+            if ctx.test_rows:
+                untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
+                notes["before"] = {UNTRAINED: untrained.measures}
+                notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
+            seconds = {"evaluate": time.monotonic() - started}
+            kept = {"identity": identity_of(ctx.config, ctx.task_data.identity), "notes": notes, "seconds": seconds}
+        kept = {name: kept[name] for name in ("identity", "notes", "seconds")}
+        variables, seconds = run_sft(ctx, checkpoints, kept, clock, info)
     return variables, kept["notes"], {**kept["seconds"], "sft": seconds}
 
 
 def run_sft(
-    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], info: Callable[[str], None]
+    ctx: RunContext, checkpoints: Checkpoints, kept: Record, clock: float, info: Callable[[str], None]
 ) -> tuple[Variables, float]:
     """Train the policy on the task's pairs; return the variables, and the seconds of all processes until then.
 
@@ -86,8 +82,8 @@ def run_sft(
     it had never been interrupted, and saves every `training.save_every` updates and when it is stopped (`Stopped`).
     The weights in `ctx.policy.variables` are taken over: they cannot be read afterwards. Training follows sampling:
     the distribution over the allowed tokens, and texts that end as the sampler's do (`supervised_tokens`). A pair whose
-    text has a token that is not allowed is left out, and their number is said. `meta` gives what is saved along with a
-    checkpoint.
+    text has a token that is not allowed is left out, and their number is said. `kept` is saved with every checkpoint,
+    its "seconds" with those since `clock`.
     """
     config, section = ctx.config, ctx.config.sft
     if ctx.task_data.pairs is None:
@@ -97,9 +93,8 @@ def run_sft(
         raise UserError(
             f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
-    start, step = make_sft(ctx)
-    state = start(ctx.policy.variables)
-    batch = _batches(ctx, pairs)
+    state, step = make_sft(ctx)
+    lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
         free_buffers(saved_parts(state))
@@ -109,82 +104,52 @@ def run_sft(
     started = time.monotonic() - seconds
 
     def save(step: int, state: TrainState, *, wait: bool) -> None:
-        checkpoints.save(step, saved_parts(state), {**meta(), "sft": time.monotonic() - started}, wait=wait)
+        meta = {**kept, "seconds": with_total(kept["seconds"], clock), "sft": time.monotonic() - started}
+        checkpoints.save(step, saved_parts(state), meta, wait=wait)
 
     line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
     for number in range(done, section.steps):
         if ctx.is_stopped():
             save(number, state, wait=True)
             raise Stopped
-        places = batch(number)
-        state, report = step(state, supervised_batch(ctx, state.variables, [pairs[place] for place in places]))
+        if section.group_by_length:
+            places = like_batch_at(config.seed, number, batch_size=section.batch, lengths=lengths)
+        else:
+            places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
+        batch = supervised_batch(ctx, state.variables, [pairs[place] for place in places])
+        state, report = jax.block_until_ready(step(state, batch))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
             info(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
-            _require_updates(state, section.steps)
+            skipped = int(state.skipped)
+            if skipped >= min(PATIENCE, section.steps):
+                raise UserError(
+                    f"sft: the loss or its gradient was not finite in {skipped} updates in a row, which were left "
+                    "out; lower sft.learning_rate, or look for what is wrong with the policy's weights"
+                )
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
     save(section.steps, state, wait=False)  # what comes next, the measurement of the start, may be stopped
     return state.variables, time.monotonic() - started
 
 
-def make_sft(
-    ctx: RunContext,
-) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
-    """Make start(variables) → state and step(state, batch) → (state, report)."""
-    policy = ctx.policy
-    allowed = None if ctx.allowed_tokens is None else jnp.asarray(ctx.allowed_tokens)
-    init, train_step = make_sft_step(ctx.config, policy, allowed_tokens=allowed, trie=ctx.trie)
-
-    def start(variables: Variables) -> TrainState:
-        return commit_to_device(shard(init(variables), policy.mesh))
-
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Record]:
-        return jax.block_until_ready(train_step(state, batch))
-
-    return start, step
-
-
-def make_sft_step(
-    config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
-) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
-    """Make init(variables) → state, which takes them over, and the compiled supervised step of (state, batch)."""
-    section = config.sft
+def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
+    """Return the initial state, which takes the policy's variables over, and the compiled supervised step."""
+    config, policy, section = ctx.config, ctx.policy, ctx.config.sft
     optimizing = config.optimizer.replace(
         learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
     )
-    optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
-    optimizer = shard_optimizer(optimizer, policy.mesh)
-    temperature = config.sampling.temperature
-    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
-    train_step = make_train_step(
+    optimizer = shard_optimizer(make_optimizer(optimizing, make_schedule(optimizing, section.steps)), policy.mesh)
+    allowed = None if ctx.allowed_tokens is None else jnp.asarray(ctx.allowed_tokens)
+    forward = make_forward(policy, temperature=config.sampling.temperature, allowed_tokens=allowed, trie=ctx.trie)
+    step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
         grad_accumulation_steps=math.gcd(section.batch, config.training.grad_accumulation_steps),
     )
     scale = make_loss_scale(config.policy.compute_dtype)
-
-    def init(variables: Variables) -> TrainState:
-        return init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
-
-    return init, train_step
-
-
-def _batches(ctx: RunContext, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
-    seed, section = ctx.config.seed, ctx.config.sft
-    if not section.group_by_length:
-        return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
-    lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
-    return lambda number: like_batch_at(seed, number, batch_size=section.batch, lengths=lengths)
-
-
-def _require_updates(state: TrainState, steps: int) -> None:
-    skipped = int(state.skipped)
-    if skipped >= min(PATIENCE, steps):
-        raise UserError(
-            f"sft: the loss or its gradient was not finite in {skipped} updates in a row, which were left out; "
-            "lower sft.learning_rate, or look for what is wrong with the policy's weights"
-        )
+    state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
+    return commit_to_device(shard(state, policy.mesh)), step
 
 
 def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None]) -> Sequence[Pair]:

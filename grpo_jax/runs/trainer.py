@@ -1,4 +1,4 @@
-"""Train a language policy: begin or resume, the loop, validate, save, finish.
+"""Train a policy: begin or resume, the loop, validate, save, finish.
 
 Every random number and every position follows from (seed, iteration): a run is resumed by its number of iterations
 and its arrays. A checkpoint holds a `Progress` beside the arrays, so that a run killed at any moment goes on as if
@@ -12,39 +12,48 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.runs.batches import Rollouts, batch_of, weigh
+from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.measures import TOTAL, fallen
-from grpo_jax.runs.metrics import completion_columns, epoch_line, iteration_row, reward_streaks, update_metrics
-from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared, versions
-from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
+from grpo_jax.runs.metrics import (
+    TOTAL,
+    completion_columns,
+    epoch_line,
+    fallen,
+    iteration_row,
+    reward_streaks,
+    update_metrics,
+)
+from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
-from grpo_jax.runs.sft import warm_up
-from grpo_jax.runs.stopping import (
+from grpo_jax.runs.session import (
+    SCORE,
     Callbacks,
     EarlyStopping,
-    IterationEvent,
-    StopRequests,
+    Progress,
+    Record,
+    Session,
+    added,
     explained,
+    identity_of,
     nothing_judged,
     nothing_learned,
     stop_requests,
 )
+from grpo_jax.runs.sft import warm_up
+from grpo_jax.tasks.task import Blocks, TaskSetup
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
 
@@ -52,8 +61,8 @@ _UPDATE_STREAM = 2**31 - 3
 
 
 def train(
-    config: Config,
-    open_output: Callable[[Config], Any],
+    config: Any,
+    open_output: Callable[[Any], Any],
     *,
     prompts: Any = None,
     rewards: Any = None,
@@ -65,6 +74,7 @@ def train(
     """
     enable_compile_cache()
     config, clock = join(config), time.monotonic()
+    is_language = isinstance(config, Config)
     with (
         stop_requests() as stop,
         ending_together(config.run_dir),
@@ -74,13 +84,19 @@ def train(
         require_shared(output.directory.path)
         try:
             with stop.at_once():
-                ctx = load_given(config, output, prompts, rewards, stop.is_set, leaving)
+                if is_language:
+                    loaded = load_given(config, output, prompts, rewards, stop.is_set, leaving)
+                else:
+                    loaded = config.task.load(TaskSetup(config, None, output.info))
         except Stopped:
             output.info(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep, warning=output.warning) as checkpoints:
-            trainer = Trainer(ctx, output, checkpoints, stop, callbacks, clock)
+            session = Session(loaded.config if is_language else config, output, checkpoints, stop, callbacks, clock)
+            if not is_language:
+                return train_blocks(session, loaded)
+            trainer = Trainer(session, loaded)
             try:
                 with trainer.saved_where_it_ends():
                     trainer.begin()
@@ -98,17 +114,9 @@ class Trainer:
     state: TrainState
     progress: Progress
 
-    def __init__(
-        self,
-        ctx: RunContext,
-        output: Any,
-        checkpoints: Checkpoints,
-        stop: StopRequests,
-        callbacks: Callbacks,
-        clock: float,
-    ):
-        self.ctx, self.config, self.output, self.checkpoints = ctx, ctx.config, output, checkpoints
-        self.stop, self.callbacks, self.clock = stop, callbacks, clock
+    def __init__(self, session: Session, ctx: RunContext):
+        self.session, self.ctx, self.config, self.output = session, ctx, ctx.config, session.output
+        self.checkpoints, self.stop, self.clock = session.checkpoints, session.stop, session.clock
         self.iterations = ctx.iterations
         self.learner = make_learner(
             ctx.config, ctx.policy, self.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie
@@ -120,15 +128,15 @@ class Trainer:
     def begin(self) -> None:
         """Take the last sound checkpoint's state on --resume, else the policy's own, measured."""
         ctx, output = self.ctx, self.output
-        if self.config.resume and self.checkpoints.latest_step() is not None:
-            return self.resume()
+        if progress := self.session.resumed(ctx.task_data.identity, self.iterations):
+            return self.resume(progress)
         output.truncate(0)
         try:
             variables, notes, seconds = warm_up(ctx, output.directory.sft, self.clock, output.info)
         except Stopped:
-            self._keep_config()
+            self.session.keep_config()
             raise
-        self._keep_config()
+        self.session.keep_config()
         self.state = self.learner.start(variables)
         started = time.monotonic()
         before = measure_all(ctx, self.state.variables)
@@ -149,25 +157,21 @@ class Trainer:
         for line in baseline_lines(ctx, before):
             output.info(line)
         self.save(wait=True)
-        self._remove(output.directory.sft)
+        self._remove_sft()
 
-    def resume(self) -> None:
-        """Restore the last sound checkpoint; UserError if it is of another configuration or data, or further on."""
-        output, checkpoints, task = self.output, self.checkpoints, self.ctx.task_data.identity
-        progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
-        require_same(progress.identity, self.config, task, checkpoints.folder)
-        identity = identity_of(self.config, task)
+    def resume(self, progress: Progress) -> None:
+        """Restore the state of the last sound checkpoint."""
+        output, checkpoints = self.output, self.checkpoints
+        identity = identity_of(self.config, self.ctx.task_data.identity)
         before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
         if before != now:
             output.warning(f"the training rows have changed: {before} → {now}; the run goes on with the new ones")
         done, iterations = progress.iteration, self.iterations
-        if done > iterations:
-            raise UserError(f"--resume: {done} iterations are done, and the run is to have {iterations}")
-        self._keep_config()
+        self.session.keep_config()
         template = self.learner.start(self.ctx.policy.variables)
         free_buffers(saved_parts(template))  # two states at once may not fit
         saved, _ = checkpoints.restore("latest", saved_parts(template))
-        self._remove(output.directory.sft)  # of a run killed at its first checkpoint
+        self._remove_sft()  # of a run killed at its first checkpoint
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
         if written < rows:
@@ -193,12 +197,11 @@ class Trainer:
         if self.progress.unvalidated is not None:
             self.log(self.progress.unvalidated)
         for i in range(self.progress.iteration, self.iterations):
-            if self._early_end() or any_process(self.stop.is_set()):
+            if self.session.early_end(self.progress) or any_process(self.stop.is_set()):
                 break
             started = time.monotonic()
-            rollout, drawn, self.state = self.rollouts.draw(self.state, i)
+            rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
-            objectives = weigh(ctx, rollout, training=True)
             batch = batch_of(ctx, rollout, objectives)
             if i == self.progress.starts[-1]:
                 output.info("compiling the update …")
@@ -217,22 +220,19 @@ class Trainer:
             self.progress = self.progress._replace(iteration=i + 1, seconds=seconds, notes=notes, unvalidated=row)
             output.completions(i + 1, completion_columns(ctx, rollout, report["advantages"]))
             self.log(row)
-            if failure := self._nothing_learned() or self._nothing_judged():
+            if failure := self._nothing_learned() or nothing_judged(self.progress, self.config.run_dir):
                 self.save(wait=True)
                 raise UserError(failure)
             if training.save_every and (i + 1) % training.save_every == 0:
-                self._save_and_tell()
+                self._save_and_call_back()
                 announced = i + 1
-            worked = time.monotonic() - self.clock
-            if training.max_hours and is_main_process() and worked >= 3600 * training.max_hours and not self._is_over():
-                output.info(f"training.max_hours = {training.max_hours:g} are over")
-                self.stop.set()
+            self.session.watch_clock(self.progress)
         if announced < self.progress.iteration:
-            self._save_and_tell()
+            self._save_and_call_back()
         self.save(wait=True)
-        if reason := self._early_end():
+        if reason := self.session.early_end(self.progress):
             output.info(f"early stopping after iteration {self.progress.iteration}: {reason}")
-        if not self._is_over():
+        if not self.session.is_over(self.progress):
             raise Stopped
 
     def log(self, row: Record) -> None:
@@ -252,11 +252,11 @@ class Trainer:
                 self.output.info(epoch_line(self._epoch))
             self._epoch = []
         if measures and self.progress.best_iteration == done:  # after its row: --resume may go on from it
-            self.checkpoints.save_as("best", *self._saved())
+            self.save(name="best")
             self.output.info(f"new best checkpoint after iteration {done}: {self.progress.best_score:.4g}")
-        self._tell("on_iteration", row)
+        self.session.call_back("on_iteration", self.progress, row)
         if measures:
-            self._tell("on_validation", measures)
+            self.session.call_back("on_validation", self.progress, measures)
 
     def validate(self) -> dict[str, float]:
         """Measure the validation prompts if due; the best must not have eval rewards that fell below the start."""
@@ -288,8 +288,10 @@ class Trainer:
     def finish(self) -> Record:
         """Save `final`, measure the held-out prompts, and write policy, summary and report."""
         ctx, progress, directory, variables = self.ctx, self.progress, self.output.directory, self.state.variables
-        self.checkpoints.save_as("final", *self._saved())
-        failure = self._nothing_judged() or (self._nothing_learned() if int(self.state.step) == 0 else "")
+        self.save(name="final")
+        failure = nothing_judged(progress, self.config.run_dir)
+        if int(self.state.step) == 0:
+            failure = failure or self._nothing_learned()
         if failure:
             raise UserError(failure)
         self.rollouts.settle()  # held-out prompts have sampler and judges alone
@@ -301,29 +303,15 @@ class Trainer:
             ctx.policy.save(directory.policy, variables)
             if ctx.policy.lora is not None:
                 ctx.policy.save_adapters(directory.adapter, variables)
-        finished = report(ctx, progress, after, seconds)
-        summary = {
-            **finished.summary,
-            "seconds": with_total(seconds, self.clock),
-            "seed": self.config.seed,
-            "versions": versions(),
-        }
-        if reason := self._early_end():
-            summary["early_stopping"] = reason
-        self.output.finish(finished._replace(summary=summary), config=self.config, starts=progress.starts)
-        return {**summary, "stopped": False}
+        return self.session.finish(progress, report(ctx, progress, after, seconds))
 
-    def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint in the background; at once if `wait`."""
-        self.checkpoints.save(*self._saved(), wait=wait)
+    def save(self, *, name: str = "", wait: bool = False) -> None:
+        """Write a checkpoint of state and progress (`Session.save`)."""
+        self.session.save(self.progress, saved_parts(self.state), name=name, wait=wait)
 
     def stopped(self) -> Record:
-        """Say how a run goes on that was stopped."""
-        done = self.progress.iteration if self._begun else 0
-        saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
-        when = f"after iteration {done}" if done else "before the first iteration"
-        self.output.info(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
-        return {"stopped": True, "iteration": done}
+        """Say how a run that was stopped goes on."""
+        return self.session.stopped(self.progress.iteration if self._begun else 0)
 
     @contextmanager
     def saved_where_it_ends(self) -> Iterator[None]:
@@ -347,66 +335,60 @@ class Trainer:
                 raise
             raise told from error
 
-    def _saved(self) -> tuple[int, Record, Record]:
-        """Return step, state and metadata of a checkpoint."""
-        progress = self.progress._replace(seconds=with_total(self.progress.seconds, self.clock))
-        return progress.iteration, saved_parts(self.state), {"progress": progress._asdict()}
-
-    def _keep_config(self) -> None:
-        """On --resume, write what was overridden, such as --on_judge_error, into config.yaml for the next resume.
-
-        Comes after what may refuse the resume: config.yaml must not keep what was refused.
-        """
-        if self.config.resume and is_main_process():
-            self.output.directory.write_config(to_yaml(self.config.replace(resume=False)))
-
-    def _remove(self, folder: Path) -> None:
+    def _remove_sft(self) -> None:
         if is_main_process():
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _early_end(self) -> str:
-        return EarlyStopping(**(self.progress.early_stopping or {})).reason(self.config)
-
-    def _is_over(self) -> bool:
-        return self.progress.iteration >= self.iterations or bool(self._early_end())
-
-    def _nothing_judged(self) -> str:
-        progress = self.progress
-        streaks = progress.notes.get("streaks", {})
-        return nothing_judged(streaks, progress.iteration, self.iterations, self.config.run_dir)
+            shutil.rmtree(self.output.directory.sft, ignore_errors=True)
 
     def _nothing_learned(self) -> str:
-        skipped, updates = int(self.state.skipped), self.learner.updates_per_iteration
-        return nothing_learned(skipped, updates, self.progress.iteration, self.iterations, self.config.run_dir)
+        updates = self.learner.updates_per_iteration
+        return nothing_learned(int(self.state.skipped), updates, self.progress, self.config.run_dir)
 
-    def _save_and_tell(self) -> None:
+    def _save_and_call_back(self) -> None:
         """Save a checkpoint of the loop; in the background unless a callback waits for it."""
-        self.save(wait=self.callbacks.on_checkpoint is not None)
-        self._tell("on_checkpoint", {}, self.checkpoints.folder / f"step_{self.progress.iteration}")
-
-    def _tell(self, name: str, metrics: Record, checkpoint: Path | None = None) -> None:
-        """Call the callback of that name; if it asks to, and anything is left to do, request a stop."""
-        if getattr(self.callbacks, name) is None:
-            return
-        folder = self.output.directory.path.absolute()
-        event = IterationEvent(self.progress.iteration, self.iterations, dict(metrics), folder, checkpoint)
-        asked, failure, cause = False, "", None
-        try:
-            asked = is_main_process() and self.callbacks.ask(name, event)
-        except UserError as error:
-            failure, cause = str(error), error
-        asked, failure = broadcast([asked, failure])
-        if failure:
-            self.save(wait=True)
-            again = f"go on with --resume --run_dir {self.config.run_dir}"
-            raise UserError(
-                f"{failure}. Saved after iteration {self.progress.iteration}; fix it and {again}"
-            ) from cause
-        if asked and not self._is_over():
-            self.output.info(f"{name} asks to stop")
-            self.stop.set()
+        self.save(wait=self.session.callbacks.on_checkpoint is not None)
+        self.session.call_back("on_checkpoint", self.progress, {})
 
 
 def _is_own_failure(error: StageError) -> bool:
     """Return whether the policy failed in this process, and not a judge or an input, which all processes know."""
     return error.stage == "sample" and not isinstance(error.__cause__, UserError)
+
+
+def train_blocks(session: Session, blocks: Blocks) -> Record:
+    """Train a task that brings its own compiled blocks of iterations: it has neither prompts nor judges."""
+    config, output, state = session.config, session.output, blocks.start
+    iterations, every = config.training.iterations, config.training.save_every
+    if progress := session.resumed({}, iterations):
+        session.keep_config()
+        state = type(state)(**session.checkpoints.restore("latest", state._asdict())[0])
+        output.truncate(progress.iteration)
+        output.info(f"resumed after iteration {progress.iteration} of {iterations}")
+        progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
+    else:
+        output.truncate(0)
+        notes, seconds, line = blocks.measure_start()
+        progress = Progress(0, iterations, None, 0, seconds, [0], identity_of(config, {}), notes)
+        output.info(line)
+        session.save(progress, state._asdict(), wait=True)
+    output.start(iterations, progress.iteration)
+    while progress.iteration < iterations and not session.stop.is_set():
+        state, rows, seconds, notes = blocks.advance(state, progress.iteration, progress.notes)
+        done, seconds = progress.iteration + len(rows), added(progress.seconds, seconds)
+        progress = progress._replace(iteration=done, seconds=seconds, notes=notes)
+        for row in rows:
+            output.iteration(row)
+        try:
+            for row in rows:
+                session.call_back("on_iteration", progress, row)
+            if every and done % every == 0:
+                session.save(progress, state._asdict(), wait=session.callbacks.on_checkpoint is not None)
+                session.call_back("on_checkpoint", progress, {})
+        except StopRun as error:
+            session.save(progress, state._asdict(), wait=True)
+            raise explained(error, done, config.run_dir, resumable=True, hint="") from error
+        session.watch_clock(progress)
+    session.save(progress, state._asdict(), wait=True)
+    if progress.iteration < iterations:
+        return session.stopped(progress.iteration)
+    session.save(progress, state._asdict(), name="final")
+    return session.finish(progress, blocks.finish(state, progress.iteration, progress.seconds, progress.notes))

@@ -39,6 +39,7 @@ class Environment(Task):
 
     def check(self, config: Config) -> None:
         """Refuse shares that are none, and prompts beside those of the environments."""
+        super().check(config)
         for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
             fits = isinstance(share, int | float) and 0 < share < math.inf
             require(fits, "task.environment", f"a share above 0 of {short_name(name)}", share)

@@ -246,6 +246,7 @@ class PictureTask(Task):
 
     def check(self, config: Config) -> None:
         """Refuse missing judges, and rewards without their judges."""
+        super().check(config)
         for name in ("renderer", "scorer"):
             require(name in config.judges, f"judges.{name}", "a judge", None)
         names = [*(reward.name for reward in config.rewards), *config.eval_rewards]

@@ -52,10 +52,6 @@ class PromptRefinement(PictureTask):
         )
         require(config.data.form == "rewrite", "data.form", "'rewrite'", config.data.form)
 
-    def count_pictures(self, config: Config) -> tuple[int, int]:
-        """Count one picture between two turns."""
-        return 0, int(self.shown != "none")
-
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts, the renderer and the observation between two turns."""
         config = setup.config

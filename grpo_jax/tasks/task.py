@@ -1,18 +1,14 @@
 """The protocol of a task: its section of the config, and its data or blocks.
 
-A task is a frozen dataclass that derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line
-each in its docstring. A task of language has a `load` that gives its `TaskData`: prompts, rewards, and what belongs
-to them. Any other task has `blocks` instead, which run its iterations.
+A task derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line each below them. The `load` of
+a task of language returns its `TaskData`: prompts, rewards, and what belongs to them. That of any other task returns
+`Blocks`, compiled iterations.
 
-    @dataclass(frozen=True)
     class Countdown(Task):
-        \"""Reach a number with the four operations.
-
-        Args:
-            largest: Largest number of a puzzle.
-        \"""
+        \"""Reach a number with the four operations.\"""
 
         largest: int = 20
+        \"""Largest number of a puzzle.\"""
 
         def load(self, setup: TaskSetup) -> TaskData:
             return TaskData(make_prompt_set(puzzles(self.largest)), TaskRewards({"right": right}))
@@ -33,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from pydantic import BeforeValidator
 
-from grpo_jax.config.fields import Section
+from grpo_jax.config.fields import Section, require
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, completion_statistics
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
 Info = Callable[..., None]
 """info(name, detail) prints a line of a run's opening."""
 State = Any
-"""The pytree that a program trains."""
+"""What `Blocks` change."""
 Notes = dict[str, Any]
 """Values that every checkpoint keeps, as JSON has it."""
 
@@ -69,7 +65,7 @@ class Choices(NamedTuple):
 class TaskSetup(NamedTuple):
     """Arguments of `Task.load`: the run's config, rows in place of data.prompts or None, and `Info`."""
 
-    config: Config
+    config: Any
     prompts: PromptSet | None
     info: Info
 
@@ -300,28 +296,28 @@ class TaskData:
 
 
 class Task(Section):
-    """What a policy is to learn; derive from it as a frozen dataclass.
+    """What a policy is to learn.
 
     Attributes:
         config: Type of a run's config; its field `task` holds the task.
         defaults: Values of a run's sections that differ from their own defaults, as a YAML file has them.
         default_config: A shipped config that runs where no --config is given; None for the defaults.
         display: How its measures are shown.
-        calls_tools: Whether functions that data.tools names are called.
     """
 
     config: ClassVar[type] = Config
     defaults: ClassVar[Mapping[str, Any]] = {}
     default_config: ClassVar[str | None] = None
     display: ClassVar[Display] = Display()
-    calls_tools: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Refuse settings that do not go together; called when a config is made.
+        """Refuse settings that do not go together, such as functions in data.tools; called when a config is made.
 
         Raises:
             UserError: Naming the field.
         """
+        tools = config.data.tool_names
+        require(not tools, "data.tools", "JSON schemas with this task, which calls no functions", tools)
 
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the function (completion, user's prompt) → the text that is judged."""
@@ -334,19 +330,11 @@ class Task(Section):
         """
         return None
 
-    def count_pictures(self, config: Config) -> tuple[int, int]:
-        """Return the most pictures of a prompt, and of an observation between two turns, for `--plan`.
+    def load(self, setup: TaskSetup) -> TaskData | Blocks:
+        """Load the task's data, but no weights; a UserError if they are missing or bad.
 
-        A UserError if data are bad.
+        A task that is not of language, which has a config type of its own, returns its compiled iterations.
         """
-        return 0, 0
-
-    def load(self, setup: TaskSetup) -> TaskData:
-        """Load the task's data, but no weights; a UserError if they are missing or bad."""
-        raise NotImplementedError
-
-    def blocks(self, config: Any, info: Info) -> Blocks:
-        """Compile the iterations of a task that is not of language, which has a config type of its own."""
         raise NotImplementedError
 
 
@@ -369,17 +357,10 @@ class Finished(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Compiled blocks of iterations of a task without prompts (`runs.blocks`). All follows from seed and iteration."""
+    """Compiled blocks of iterations of a task without prompts. All follows from seed and iteration."""
 
     start: State
-    """The state at the start; its shape is that of every checkpoint."""
-
-    def saved(self, state: State) -> dict[str, State]:
-        """Return the parts of a state in a checkpoint; "variables" is what evaluation needs."""
-        ...
-
-    def restored(self, saved: Mapping[str, State]) -> State:
-        """Invert `saved`."""
+    """The state at the start, a NamedTuple: its fields are the parts of every checkpoint."""
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:
         """Measure the start: notes, seconds by stage, and a line to print."""

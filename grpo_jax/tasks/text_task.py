@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import PromptSet, all_rows, as_chat_messages, row_facts
+from grpo_jax.rollout.data import PromptSet, as_chat_messages
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, continued
 from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
@@ -32,7 +31,6 @@ class Text(Task):
     """Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for held-out
     ones."""
 
-    calls_tools: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
     def check(self, config: Config) -> None:
@@ -51,13 +49,6 @@ class Text(Task):
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return completions as they are; a continuation with its prompt."""
         return continued if config.data.form == "append" else as_is
-
-    def count_pictures(self, config: Config) -> tuple[int, int]:
-        """Count those of the prompts, where they are at hand."""
-        section = config.data
-        if not os.path.exists(section.prompts):
-            return 0, 0
-        return int(row_facts(all_rows(prompts_of(section)))["pictures"].max()), 0
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts."""

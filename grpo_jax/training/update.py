@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,13 @@ from grpo_jax.training.objectives import (
     make_forward,
     make_policy_objective,
 )
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
     TrainState,
     commit_to_device,
     free_buffers,
     init_state,
+    make_optimizer,
+    make_schedule,
     needs_reference,
     reference_variables,
     refresh_reference,
@@ -280,23 +282,52 @@ def _average(reports: list[Metrics]) -> Metrics:
     return {**scalars, "skipped": skipped, "metrics": joined}
 
 
-class Learner(NamedTuple):
-    """The compiled parts of training.
+@dataclass(frozen=True)
+class Learner:
+    """The compiled parts of training; update(state, batch, key) → (state, report) is of `make_update`."""
 
-    Attributes:
-        start: start(variables) → initial state. It takes the trained weights over: where they are not the reference,
-            they can be read until the first update only.
-        update: update(state, batch, key) → (state, report), of `make_update`.
-        refresh: refresh(state, iteration) → the state with the current policy as its reference where that is due.
-        learning_rate: learning_rate(state) → that of the next update.
-        updates_per_iteration: Number of optimizer steps.
-    """
-
-    start: Callable[[Variables], TrainState]
+    config: Config
+    policy: Policy
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
     update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
-    refresh: Callable[[TrainState, int], TrainState]
-    learning_rate: Callable[[TrainState], float]
-    updates_per_iteration: int
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Number of optimizer steps."""
+        return self.config.training.inner_epochs * self.config.training.minibatches
+
+    def start(self, variables: Variables) -> TrainState:
+        """Return the initial state, which takes the trained weights over.
+
+        Where they are not the reference, `variables` can be read until the first update only.
+        """
+        config, every = self.config, self.config.algorithm.update_ref_every
+        state = init_state(
+            variables,
+            self.optimizer,
+            keep_reference=needs_reference(config.algorithm, config.ppo),
+            # New adapters change nothing: the base is the policy at the start, and stays the reference if none
+            # replaces it.
+            base_reference=config.policy.lora.path is None and config.sft.steps == 0 and every == 0,
+            loss_scale=make_loss_scale(config.policy.compute_dtype),
+            take_over=True,
+        )
+        state = commit_to_device(shard(state, self.policy.mesh))
+        return state._replace(rollout_weights=rollout_copy(state)) if config.training.async_level else state
+
+    def learning_rate(self, state: TrainState) -> float:
+        """Return that of the next update, by the updates that were made: a skipped one is not counted."""
+        return float(np.asarray(self.schedule(int(state.step))))
+
+    def refresh(self, state: TrainState, iteration: int) -> TrainState:
+        """Make the current policy the reference where that is due."""
+        every = self.config.algorithm.update_ref_every
+        if not needs_reference(self.config.algorithm, self.config.ppo) or every == 0 or (iteration + 1) % every:
+            return state
+        before, state = state.reference, refresh_reference(state)
+        free_buffers(before)
+        return state
 
 
 def make_learner(
@@ -307,47 +338,19 @@ def make_learner(
     allowed_tokens: np.ndarray | None = None,
     trie: Trie | None = None,
 ) -> Learner:
-    """Make optimizer, schedule, start and update from a run's config."""
-    algorithm, training, ppo = config.algorithm, config.training, config.ppo
-    per_iteration = training.inner_epochs * training.minibatches
+    """Make optimizer, schedule and update from a run's config."""
     section = config.optimizer.replace(learning_rate=config.learning_rate)
-    schedule = make_schedule(section, iterations * per_iteration)
+    schedule = make_schedule(section, iterations * config.training.inner_epochs * config.training.minibatches)
     optimizer = shard_optimizer(make_optimizer(section, schedule), policy.mesh)
     update = make_update(
         policy,
         optimizer,
-        algorithm,
-        training,
+        config.algorithm,
+        config.training,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.written_tokens,
         allowed_tokens=None if allowed_tokens is None else jnp.asarray(allowed_tokens),
         trie=trie,
-        ppo=ppo,
+        ppo=config.ppo,
     )
-    keeps_reference, every = needs_reference(algorithm, ppo), algorithm.update_ref_every
-    # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
-    base_reference = config.policy.lora.path is None and config.sft.steps == 0 and every == 0
-
-    def start(variables: Variables) -> TrainState:
-        state = init_state(
-            variables,
-            optimizer,
-            keep_reference=keeps_reference,
-            base_reference=base_reference,
-            loss_scale=make_loss_scale(config.policy.compute_dtype),
-            take_over=True,
-        )
-        state = commit_to_device(shard(state, policy.mesh))
-        return state._replace(rollout_weights=rollout_copy(state)) if training.async_level else state
-
-    def learning_rate(state: TrainState) -> float:  # by updates that were made: a skipped one is not counted
-        return float(np.asarray(schedule(int(state.step))))
-
-    def refresh(state: TrainState, iteration: int) -> TrainState:
-        if not keeps_reference or every == 0 or (iteration + 1) % every:
-            return state
-        before, state = state.reference, refresh_reference(state)
-        free_buffers(before)
-        return state
-
-    return Learner(start, update, refresh, learning_rate, per_iteration)
+    return Learner(config, policy, optimizer, schedule, update)

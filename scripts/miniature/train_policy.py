@@ -27,8 +27,7 @@ from grpo_jax.models import hf
 from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state
+from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_train_step
 from scripts.miniature import lessons, vocabulary
 

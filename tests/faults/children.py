@@ -34,7 +34,6 @@ PATIENCE = 240.0  # seconds; only a hang takes that long
 
 def preload(names: Sequence[str]) -> None:
     """Imports what runs of these names need."""
-    import grpo_jax.runs.blocks
     import grpo_jax.runs.trainer
     import grpo_jax.tasks.cartpole.program
     import grpo_jax.train  # noqa: F401

@@ -92,7 +92,7 @@ def scripted(*steps, **options):
             state["late"].set()
 
 
-@pytest.mark.parametrize(("batch_size", "concurrency"), [(64, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("batch_size", "concurrency"), [(64, 1), (2, 4)])
 def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, concurrency):
     judge = Http(url=example, batch_size=batch_size, concurrency=concurrency).load("cpu")
     assert judge(PROMPTS, COMPLETIONS) == SCORES
@@ -185,8 +185,6 @@ def len_of(completions):
         ({"url": "http:///score"}, "judges.far.url: expected http://HOST"),
         ({"url": "https://me:word@host/score"}, "judges.far.url: expected no password in it, but headers_from"),
         ({}, "judges.far.url: expected http://HOST/… or https://HOST/…, got ''"),
-        ({"kind": "vqa"}, "judges.far.path: expected a value, it has no default"),
-        ({"url": "http://h/", "concurrency": 0}, "judges.far.concurrency: expected a number >= 1, got 0"),
         ({"url": "http://h/", "timeout": 0.0}, "judges.far.timeout: expected a number > 0"),
     ],
 )

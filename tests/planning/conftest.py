@@ -5,7 +5,7 @@ import pytest
 
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.programs import Report, Work
-from grpo_jax.training.memory import GIB
+from grpo_jax.planning.shapes import GIB
 
 
 @pytest.fixture

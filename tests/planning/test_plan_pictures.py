@@ -14,8 +14,8 @@ from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning.memory import held_memory, read_shape, read_shown
+from grpo_jax.planning.shapes import Shown, state_shapes, tree_bytes, update_program
 from grpo_jax.train import main
-from grpo_jax.training.memory import Shown, state_shapes, tree_bytes, update_program
 
 TINY = {
     **QWEN2_FIELDS,

@@ -13,9 +13,9 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.kernels import attend_token, causal_rows
 from grpo_jax.planning import targets
 from grpo_jax.planning.programs import count_work
+from grpo_jax.planning.shapes import Program
 from grpo_jax.planning.targets import Target, parse_target
 from grpo_jax.train import main
-from grpo_jax.training.memory import Program
 
 CUDA = any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
 TPU = importlib.util.find_spec("libtpu") is not None

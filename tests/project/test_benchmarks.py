@@ -103,7 +103,7 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
     observations, actions = padded(steps.observations), padded(steps.actions) == 1
     given = training.Batch(*map(jnp.asarray, (observations, actions, old_logprobs, advantages, mask)))
     start = {"policy": params}
-    after, _, figures = training.group_updates(config, ours.apply, SGD, (start, SGD.init(start)), given)
+    (after, _), figures = training.group_updates(config, ours.apply, SGD, (start, SGD.init(start)), given)
 
     assert abs(figures["mean_ratio"] - 1) > 1e-3  # the policy has moved, so that ratio, clip and KL take part
     assert figures["clip_low"] + figures["clip_high"] > 0.01
@@ -111,7 +111,8 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
     assert_close(step_down(params, after["policy"]), gradients(theirs))
 
 
-def test_ppo_has_our_loss_and_gradient():
+def test_ppo_has_our_loss_and_gradient(monkeypatch):
+    monkeypatch.setattr(training, "MINIBATCHES", 1)
     config = CartPoleConfig(
         task=CartPole(),
         algorithm=CartPoleAlgorithm(name="ppo", epochs=1),
@@ -141,8 +142,8 @@ def test_ppo_has_our_loss_and_gradient():
     loss = learner.loss(batch)
     loss.backward()
     start = {"policy": params, "value": value_params}
-    after, _, figures = training.step_updates(
-        config, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0), minibatches=1
+    (after, _), figures = training.step_updates(
+        config, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0)
     )
     assert float(figures["loss"]) == pytest.approx(loss.item(), abs=TOLERANCE)
     assert_close(step_down(params, after["policy"]), gradients(policy))

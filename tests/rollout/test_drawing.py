@@ -79,8 +79,7 @@ def make_ctx(teaches, **algorithm):
 
 def drawn_of(ctx, iteration=0):
     """What an iteration draws: its rollout, its objectives, which groups are informative, and its row."""
-    rollout, row = draw(ctx, None, iteration)
-    objectives = weigh(ctx, rollout, training=True)
+    rollout, objectives, row = draw(ctx, None, iteration)
     informative = informative_groups(objectives, ctx.config.algorithm)
     return SimpleNamespace(rollout=rollout, objectives=objectives, informative=informative, row=row)
 

@@ -35,15 +35,8 @@ def with_few_positions(folder):
     edit_json(folder / "config.json", lambda _: {"max_position_embeddings": 30})
 
 
-def with_many_positions(folder):
-    edit_json(folder / "config.json", lambda _: {"max_position_embeddings": 2**30})
-
-
 def as_it_is(folder):
     pass
-
-
-LARGE = ("--sampling.max_new_tokens=1000000", "--sampling.group_size=4096")
 
 
 @pytest.mark.parametrize(
@@ -53,14 +46,6 @@ LARGE = ("--sampling.max_new_tokens=1000000", "--sampling.group_size=4096")
         (with_template_that_ignores, (), ["makes the same", "tree'"]),
         (as_it_is, ["--data.max_prompt_tokens=3"], ["data.max_prompt_tokens is 3: shorten it or raise the limit"]),
         (with_few_positions, (), ["the policy has 30 (max_position_embeddings in its config.json)", "tree'"]),
-        (
-            with_many_positions,
-            LARGE,
-            [
-                "error: the run needs at least 3,906.3 GiB",
-                "lower sampling.max_new_tokens (1,000,000), sampling.group_size (4,096)",
-            ],
-        ),
     ],
 )
 def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys, damage, words, messages):

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
+from grpo_jax.runs.batches import Rollouts, batch_of, draw
 from grpo_jax.runs.loading import load
 from grpo_jax.training.update import make_learner
 
@@ -39,11 +39,10 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
 
     def iterate(state, iteration):
         if updates == "one":
-            rollout, _ = draw(ctx, state.variables, iteration)
+            rollout, objectives, _ = draw(ctx, state.variables, iteration)
         else:
-            rollout, _, state = ahead.draw(state, iteration)
-        batch = batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
-        state, _ = learner.update(state, batch, jax.random.key(iteration))
+            rollout, objectives, _, state = ahead.draw(state, iteration)
+        state, _ = learner.update(state, batch_of(ctx, rollout, objectives), jax.random.key(iteration))
         return learner.refresh(state, iteration)
 
     state = iterate(learner.start(ctx.policy.variables), 0)

@@ -17,7 +17,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunLock
-from grpo_jax.runs.progress import Progress
+from grpo_jax.runs.session import Progress
 
 
 def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp_path, capsys):
@@ -32,21 +32,6 @@ def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp
     held.release()
 
 
-def test_a_run_that_was_stopped_before_its_first_iteration_is_in_nobodys_way(place, tmp_path, capsys):
-    run = tmp_path / "run"
-    with stopped_after(run, rows=0):
-        assert train_here(place.config, run) == 0
-    assert "stopped before the first iteration" in capsys.readouterr().out
-    with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
-        checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
-    (run / "thesis.txt").write_text("years of work")
-    assert train_here(place.config, run) == 2
-    assert (run / "checkpoints" / "step_0").is_dir() and "is not empty" in capsys.readouterr().err
-    (run / "thesis.txt").unlink()
-    assert train_here(place.config, run, "--training.max_steps=1") == 0
-    assert "compiling the update …" in capsys.readouterr().out
-
-
 AWAY = """
 import os
 
@@ -57,16 +42,30 @@ def away(completions, **columns):
 """
 
 
-def test_a_reward_may_change_the_current_folder(place, tmp_path, monkeypatch):
+def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_change_the_folder(
+    place, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "away.py").write_text(AWAY)
     values = yaml.safe_load(place.config.read_text())
     values["policy"]["path"] = str(place.policy.relative_to(place.folder))
     values["rewards"] = [{"name": f"{tmp_path / 'away.py'}:away"}]
     values["training"]["max_steps"] = 1
-    monkeypatch.chdir(place.folder)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(tmp_path / "run"))) == 0
-    assert (tmp_path / "run" / "policy" / "tokenizer.json").is_file()
+    monkeypatch.chdir(place.folder)
+    run = tmp_path / "run"
+    with stopped_after(run, rows=0):
+        assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
+    assert "stopped before the first iteration" in capsys.readouterr().out
+    with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
+        checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
+    (run / "thesis.txt").write_text("years of work")
+    assert train_here(place.config, run) == 2
+    assert (run / "checkpoints" / "step_0").is_dir() and "is not empty" in capsys.readouterr().err
+    (run / "thesis.txt").unlink()
+    monkeypatch.chdir(place.folder)
+    assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
+    assert "compiling the update …" in capsys.readouterr().out
+    assert (run / "policy" / "tokenizer.json").is_file()
 
 
 LEAVING = """
@@ -152,14 +151,11 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
     assert lines == ["warning: the terminal is gone; the run goes on", "one", "two", "policy     three"]
 
 
-@pytest.mark.parametrize(
-    "changed", [{"surprise": 1}, {"iteration": None}, {"notes": None}, {"seconds": 3}, {"identity": []}]
-)
-def test_a_checkpoint_that_remembers_other_things_is_of_another_version(changed, tmp_path):
+def test_a_checkpoint_that_remembers_other_things_is_of_another_version(tmp_path):
     progress = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before": {}})
     saved = json.loads(json.dumps(progress._asdict()))
     assert Progress.read({"progress": saved}, tmp_path) == progress
     without = {name: value for name, value in saved.items() if name != "notes"}
-    for meta in ({"progress": saved | changed}, {"progress": without}, {}):
+    for meta in ({"progress": saved | {"surprise": 1}}, {"progress": without}, {}):
         with pytest.raises(UserError, match="its checkpoints are of another version of grpo_jax"):
             Progress.read(meta, tmp_path)

@@ -18,7 +18,7 @@ from grpo_jax import evaluate, make_config, run
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import ResolvedRewards
-from grpo_jax.runs.measures import require_names, turn_measures
+from grpo_jax.runs.metrics import require_names, turn_measures
 
 JUDGE = f"""{DONE}
 def easy(completions):
@@ -28,6 +28,22 @@ def easy(completions):
 
 def hard(completions):
     return [0.5 if done() >= 2 else 1.0 for _ in completions]
+
+def same(completions):
+    return [0.0] * len(completions)
+"""
+
+BY_PLACE = """
+def by_place(values):
+    def reward(completions):
+        if len(completions) < 16:  # held-out prompts
+            return values[:1] * len(completions)
+        return [values[i % 4] for i in range(len(completions))]
+    return reward
+
+right = by_place([1.0, 1.0, 0.0, None])
+brief = by_place([-5.0, -6.0, -2.0, None])
+watched = by_place([3.0, 3.0, 3.0, 3.0])
 """
 
 
@@ -43,6 +59,7 @@ def config(place, tmp_path_factory):
     values["rewards"] = [
         {"name": f"{folder / 'judge.py'}:easy", "condition_on": "hard", "threshold": 1.0},
         {"name": f"{folder / 'judge.py'}:hard", "weight": 2.0},
+        {"name": f"{folder / 'judge.py'}:same"},
     ]
     return values
 
@@ -100,6 +117,7 @@ def test_the_improvement_is_in_what_is_maximised(turned, capsys):
     log = (turned / "train.log").read_text()
     assert f"improvement {after - before:+.3f}" in log
     assert re.search(r"total +\d\.\d+ +1\.000", log)
+    assert log.count("warning: the reward same was 0 for every completion of the last 5 iterations") == 1
     page = (turned / "report.html").read_text()
     assert '<p class="claim">total' in page
 
@@ -112,36 +130,41 @@ def test_evaluate_shows_the_total(turned, capsys, monkeypatch):
     assert re.search(r"^total +1\.0000$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
-    """Over a buffer as long as the longest completion it is a straight line: -tokens / 8."""
-    values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {"overlong_buffer": 8}
+def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp_path):
+    """What a run learns from, against a loop over its completions; over 8 tokens of 8 the penalty is -tokens / 8."""
+    (tmp_path / "judge.py").write_text(BY_PLACE)
+    values = config | {"rewards": [{"name": f"{tmp_path / 'judge.py'}:right"}]}
+    values["rewards"] += [
+        {"name": f"{tmp_path / 'judge.py'}:brief", "weight": 0.5, "condition_on": "right", "threshold": 1.0},
+        {"name": f"{tmp_path / 'judge.py'}:watched", "weight": 0.0},
+    ]
+    values["algorithm"] = {"advantage": "batch", "advantage_eps": 0.5, "overlong_buffer": 8, "overlong_weight": 0.25}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1}
-    values["evaluation"] = {"every": 1, "samples": 0}
     folder = tmp_path / "run"
-    train_values(values, folder, judge="work:0")
+    train_values(values, folder)
     (row,), summary, found = rows(folder), summary_of(folder), judged(folder, 1)
-
-    def total(letters, brief, tokens):
-        return letters + 0.5 * brief - tokens / 8
-
-    drawn = total(*(np.array(found[name]) for name in ("reward/letters", "reward/brief", "length")))
-    assert row["reward/total/mean"] == pytest.approx(drawn.mean(), rel=1e-6)
-    measures = ("letters", "brief", "completion_tokens")
-    assert row["validation/score"] == pytest.approx(total(*(row[f"validation/{name}"] for name in measures)))
+    totals = []
+    for number, length in enumerate(found["length"]):
+        right, brief = [(1.0, -5.0), (1.0, -6.0), (0.0, -6.0), (np.nan, np.nan)][number % 4]  # -2 is not paid
+        totals.append(right + 0.5 * brief - 0.25 * length / 8)
+    present = np.array(totals)[~np.isnan(totals)]
+    expected = (np.array(totals) - present.mean()) / (present.std(ddof=1) + 0.5)
+    np.testing.assert_allclose(found["advantage"], np.nan_to_num(expected), atol=1e-5)
+    assert row["reward/total/mean"] == pytest.approx(present.mean(), abs=1e-5)
+    assert row["validation/score"] == pytest.approx(1 - 0.5 * 5 - 0.25 * row["validation/completion_tokens"] / 8)
     for kind, name in (("before", "baseline_reward"), ("after", "reward")):
-        assert summary[name] == pytest.approx(total(*(summary["evaluation"][m][kind] for m in measures)))
+        tokens = summary["evaluation"]["completion_tokens"][kind]
+        assert summary[name] == pytest.approx(1 - 0.5 * 5 - 0.25 * tokens / 8)
 
     # Whatever this run has measured of which no reward has the name, none can have.
     measured = {name for key in row if (name := key.removeprefix("validation/")) != key} | {*summary["evaluation"]}
     measured |= {
         match[1] for key in row if (match := re.fullmatch(r"(?:reward|zero_variance_groups)/([^/]*)(?:/mean)?", key))
     }
-    own = measured - {"letters", "brief"}
+    own = measured - {"right", "brief", "watched"}
     assert {"score", "total", "valid", "completion_tokens", "overlong"} <= own
-    (judge,) = {reward["name"].rpartition(":")[0] for reward in values["rewards"]}
     for name in own:
-        values["rewards"] = [{"name": f"{judge}:letters", "label": name}]
+        values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:right", "label": name}]
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other .* got '{name}'"):
             run(make_config(values, run_dir=str(tmp_path / name)))
     values["rewards"] = []

@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 import yaml
-from support.text_task import rows, train_values
+from support.text_task import rows
 
+from grpo_jax.config.run import make_config
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.stopping import nothing_judged
+from grpo_jax.runs.loading import load
+from grpo_jax.runs.session import Progress, nothing_judged
 from grpo_jax.train import main
 
 JUDGE = """
@@ -18,9 +20,6 @@ def rare(completions, **columns):
 
 def never(completions, **columns):
     return [None] * len(completions)
-
-def same(completions, **columns):
-    return [0.5] * len(completions)
 """
 
 
@@ -63,24 +62,16 @@ def test_it_stops_and_goes_on(train):
 
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):
-    silent = {"rare": [None, 1], "never": [None, 1]}
-    told = nothing_judged(silent, 1, 1, str(tmp_path))
+    progress = Progress(1, 1, None, 0, {}, [0], {}, {"streaks": {"rare": [None, 1], "never": [None, 1]}})
+    told = nothing_judged(progress, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
-    assert told.endswith("and start again") and not nothing_judged(silent, 1, 4, str(tmp_path))
+    assert told.endswith("and start again") and not nothing_judged(progress._replace(iterations=4), str(tmp_path))
 
 
-def test_a_constant_reward_and_a_chat_policy_without_a_template_are_warned_of(place, tmp_path, capsys):
-    """The reward once, after five iterations."""
+def test_a_chat_policy_without_a_template_is_warned_of(place, tmp_path):
     policy = shutil.copytree(place.policy, tmp_path / "policy")
     (policy / "chat_template.jinja").unlink()
-    (tmp_path / "judge.py").write_text(JUDGE)
-    values = yaml.safe_load(place.config.read_text()) | {"algorithm": {}}
-    values["policy"] = {"path": str(policy)}
-    values["rewards"] = [f"{tmp_path / 'judge.py'}:same", f"{place.judge}:brief"]
-    values["training"] |= {"inner_epochs": 1, "minibatches": 1, "max_steps": 6, "save_every": 0}
-    values["evaluation"] = {"every": 0, "prompts": 2, "samples": 0}
-    run = tmp_path / "run"
-    train_values(values, run)
-    told = capsys.readouterr().out
-    assert f"warning: {policy} has no chat template, though its tokenizer has <|im_start|>" in told
-    assert told.count("warning: the reward same was 0.5 for every completion of the last 5 iterations") == 1
+    values = yaml.safe_load(place.config.read_text()) | {"policy": {"path": str(policy)}}
+    said = []
+    load(make_config(values), lambda *line: said.append(line[-1]))
+    assert any(f"{policy} has no chat template, though its tokenizer has <|im_start|>" in line for line in said)

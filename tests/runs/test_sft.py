@@ -48,7 +48,7 @@ def taught(policy, tmp_path):
         )
         said, ctx = [], load(config, info=lambda *_: None)
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            variables, _ = run_sft(ctx, checkpoints=checkpoints, meta=dict, info=said.append)
+            variables, _ = run_sft(ctx, checkpoints, {"seconds": {}}, 0.0, said.append)
         return ctx, variables, said
 
     return teach

@@ -9,7 +9,7 @@ from support.text_task import DONE, rows, train_values
 
 from grpo_jax.reports.console import result_lines
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.measures import fallen
+from grpo_jax.runs.metrics import fallen
 
 JUDGE = f"""{DONE}
 def pleased(completions):
@@ -81,18 +81,12 @@ def test_the_best_is_never_one_whose_watched_measures_fell(gamed):
     assert log.count("honest fell below the start: not the best") == 2 and "after iteration 1: honest" not in log
 
 
-def test_there_is_no_best_where_all_fell_and_it_goes_by_what_is_named(config, tmp_path):
-    later = train(config | {"evaluation": {"every": 3, "samples": 0}}, tmp_path / "later")
+def test_there_is_no_best_where_all_fell(config, tmp_path):
+    config = config | {"training": config["training"] | {"max_steps": 2}}
+    later = train(config | {"evaluation": {"every": 2, "samples": 0}}, tmp_path / "later")
     assert later["best"] == {"iteration": 0, "validation_score": None}
     with Checkpoints(tmp_path / "later" / "checkpoints", read_only=True) as checkpoints:
         assert "best" not in checkpoints.available()
-    watch, rewards = config["rewards"][0]["name"], [{"name": config["eval_rewards"][0]}]  # now the watch rises
-    values = config | {"eval_rewards": [watch], "rewards": rewards}
-    values["evaluation"] = {"every": 1, "samples": 0, "best_by": "pleased"}
-    summary = train(values, tmp_path / "named")
-    table = rows(tmp_path / "named")
-    assert table[2]["validation/score"] < table[0]["validation/score"] and summary["suspect"] == []
-    assert summary["best"] == {"iteration": 3, "validation_score": table[2]["validation/pleased"]}
 
 
 def test_a_name_that_nothing_has(config, tmp_path, capsys):

@@ -31,8 +31,7 @@ from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.models.vision.tower import Tower, encode_pictures, init_tower
 from grpo_jax.runs.policy import make_see
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state
+from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_update
 
 MESHES = ((8, 1), (2, 4))

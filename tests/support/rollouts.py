@@ -7,7 +7,7 @@ import numpy as np
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.batches import batch_of, draw, weigh
+from grpo_jax.runs.batches import batch_of, draw
 
 
 def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
@@ -21,5 +21,5 @@ def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
 
 def drawn(ctx, variables, iteration=0):
     """The rollout of an iteration and the update's batch, as the trainer makes them."""
-    rollout, _ = draw(ctx, variables, iteration)
-    return rollout, batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
+    rollout, objectives, _ = draw(ctx, variables, iteration)
+    return rollout, batch_of(ctx, rollout, objectives)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.runs import blocks, trainer
+from grpo_jax.runs import trainer
 
 
 class AfterRows:
@@ -26,6 +26,5 @@ class AfterRows:
 def stopped_after(run: Path, rows: int) -> Iterator[None]:
     """Within, a run in this folder stops and saves after so many iterations."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trainer, blocks):
-            patch.setattr(module, "stop_requests", lambda: contextlib.nullcontext(AfterRows(run, rows)))
+        patch.setattr(trainer, "stop_requests", lambda: contextlib.nullcontext(AfterRows(run, rows)))
         yield

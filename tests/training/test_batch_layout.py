@@ -24,6 +24,8 @@ LENGTHS = np.array([[20, 3, 5, 4], [9, 17, 2, 1], [12, 4, 4, 6], [1, 2, 19, 8]])
 class OneTokenBack(Policy):
     """A policy that sees one token back: small enough to compile for every preset."""
 
+    softcap = None
+
     def forward_group(self, variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
         first = jnp.broadcast_to(prompt_tokens[:, -1, None, None], (*tokens.shape[:2], 1))
         before = jnp.concatenate([first, tokens[..., :-1]], -1)

@@ -1,15 +1,10 @@
 """The choices of the group estimators: each changes what its help line says, and nothing else."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow.parquet
 import pytest
-import yaml
 from support import tiny_update
-from support.text_task import train_values
 
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
@@ -83,44 +78,6 @@ def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
         found = make_objectives(judged, lengths, overlong_weight=0.25, valid=valid, **options)
         assert found.weights == (0.0, 0.5, 0.25)
         assert np.isnan(found.rewards[0, 3, 2]) and np.isfinite(found.rewards[..., 2]).sum() == 11
-
-
-JUDGE = """
-def by_place(values):
-    def reward(completions):
-        return [values[i % 4] for i in range(len(completions))]
-    return reward
-
-right = by_place([1.0, 1.0, 0.0, None])
-brief = by_place([-5.0, -6.0, -2.0, None])
-watched = by_place([3.0, 3.0, 3.0, 3.0])
-"""
-
-
-def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
-    """The advantages that a run learns from, against a loop over its completions."""
-    (tmp_path / "judge.py").write_text(JUDGE)
-    values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {"advantage": "batch", "advantage_eps": 0.5, "overlong_buffer": 6, "overlong_weight": 0.25}
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    values["evaluation"] = {"every": 0, "samples": 0}
-    values["rewards"] = [
-        {"name": f"{tmp_path / 'judge.py'}:right"},
-        {"name": f"{tmp_path / 'judge.py'}:brief", "weight": 0.5, "condition_on": "right", "threshold": 1.0},
-        {"name": f"{tmp_path / 'judge.py'}:watched", "weight": 0.0},
-    ]
-    run = tmp_path / "run"
-    train_values(values, run)
-    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
-    totals = []
-    for place_in_list, length in enumerate(table["length"]):
-        right, brief = [(1.0, -5.0), (1.0, -6.0), (0.0, -6.0), (np.nan, np.nan)][place_in_list % 4]  # -2 is not paid
-        totals.append(right + 0.5 * brief + 0.25 * min(0.0, (8 - 6 - length) / 6))
-    present = np.array(totals)[~np.isnan(totals)]
-    expected = (np.array(totals) - present.mean()) / (present.std(ddof=1) + 0.5)
-    np.testing.assert_allclose(table["advantage"], np.nan_to_num(expected), atol=1e-5)
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    assert row["reward/total/mean"] == pytest.approx(present.mean(), abs=1e-5)
 
 
 def advantages_of(found: Objectives, **choices):

@@ -11,7 +11,7 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.variables import VALUE
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import make_optimizer, make_schedule
 
 RATE, DECAY = 0.1, 0.5
 

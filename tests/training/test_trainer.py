@@ -1,7 +1,6 @@
 """The update: splitting a batch changes nothing, frozen weights stay, the reference is as promised."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,46 +30,31 @@ def test_minibatches_are_a_partition_with_whole_groups(batch):
     assert sorted(map(tuple, rows)) == sorted(map(tuple, np.asarray(batch.tokens).reshape(PROMPTS, -1)))
 
 
-@functools.cache
-def adam_step():
-    """A step of Adam in two micro-batches, and its optimizer."""
+def test_an_update_writes_the_new_state_where_the_old_one_lay_and_frees_what_a_checkpoint_still_writes(batch):
+    """Weights and moments are donated: no second copy of them exists at any time. What NumPy views cannot be, on a CPU:
+    a caller that holds the old state would keep it in memory."""
     optimizer = optax.adam(0.1)
     forward = make_forward(Policy(tiny_update.CONFIG), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, grad_accumulation_steps=2)
     step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
-    return step, optimizer
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
+    def moving():
+        return jax.tree.leaves((state.variables, state.opt_state))
 
-def start():
-    return init_state(tiny_update.make_variables(), adam_step()[1], keep_reference=False)
+    def places():
+        return sorted(leaf.unsafe_buffer_pointer() for leaf in moving() if leaf.ndim)
 
-
-def moving(state):
-    return jax.tree.leaves((state.variables, state.opt_state))
-
-
-def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
-    """Trained weights and moments are donated: no second copy of them exists at any time."""
-    step, state = adam_step()[0], start()
-
-    def places(state):
-        return sorted(leaf.unsafe_buffer_pointer() for leaf in moving(state) if leaf.ndim)
-
-    before, old = places(state), moving(state)
+    before, old = places(), moving()
     state, _ = step(state, batch)
-    assert all(leaf.is_deleted() for leaf in old)
-    assert places(state) == before
+    assert all(leaf.is_deleted() for leaf in old) and places() == before
 
-
-def test_an_update_frees_the_old_state_also_where_a_checkpoint_still_writes_it(batch):
-    """What NumPy views cannot be donated on a CPU: a caller that holds the old state would keep it in memory."""
-    step, state = adam_step()[0], start()
-    old = moving(state)
+    old = moving()
     views = [np.asarray(leaf) for leaf in old]
     written = [view.copy() for view in views]
-    after, _ = step(state, batch)
+    state, _ = step(state, batch)
     assert all(leaf.is_deleted() for leaf in old)
-    step(after, batch)
+    step(state, batch)
     for view, expected in zip(views, written, strict=True):
         np.testing.assert_array_equal(view, expected)
 

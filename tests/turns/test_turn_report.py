@@ -8,7 +8,7 @@ from support.rollouts import rollout_of
 
 from grpo_jax.reports.page import RunEnd, render_report
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.measures import turn_measures
+from grpo_jax.runs.metrics import turn_measures
 from grpo_jax.runs.results import turns_table
 from grpo_jax.tasks.task import EpisodeEntry, ShownTurn
 

@@ -1,10 +1,11 @@
-"""CartPole for an experiment: all seeds in one compiled block of iterations, called in turn."""
+"""CartPole as a run: all seeds in one compiled block of iterations, called in turn."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,19 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax.models.lora import count_weights
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
-from grpo_jax.tasks.cartpole.training import (
-    ENVIRONMENTS,
-    EPISODES,
-    HIDDEN,
-    SOLVED,
-    STEPS,
-    Carry,
-    Metrics,
-    Training,
-    make_train,
-)
-from grpo_jax.tasks.task import Finished, Info, Notes, State, Table
+from grpo_jax.tasks.cartpole.training import EPISODES, HIDDEN, SOLVED, Carry, Metrics, Training, make_train
+from grpo_jax.tasks.task import Finished, Info, Notes, Table
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.cartpole.task import CartPoleConfig
@@ -35,9 +27,9 @@ _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 
 @dataclass(frozen=True)
 class CartPoleBlocks:
-    """Every seed of a config side by side; its notes are each measure before training and when a seed was solved.
+    """Every seed of a config side by side: the seeds are the first axis of `start` and `block`; `devices` share them.
 
-    `start` and `block` have the seeds as first axis, and `devices` share them.
+    Notes are each measure before training, and the environment steps at which each seed was solved.
     """
 
     config: CartPoleConfig
@@ -47,13 +39,10 @@ class CartPoleBlocks:
     block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
     compile_seconds: float
 
-    def saved(self, state: Carry) -> dict[str, State]:
-        """Return a state as checkpoints take it."""
-        return {"variables": state.params, **{name: x for name, x in state._asdict().items() if name != "params"}}
-
-    def restored(self, saved: Mapping[str, State]) -> Carry:
-        """Invert `saved`."""
-        return Carry(params=saved["variables"], **{name: x for name, x in saved.items() if name != "variables"})
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Number of weights of each network."""
+        return {name: count_weights(tree) // self.config.num_seeds for name, tree in self.start.variables.items()}
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:
         """Measure the start: notes, seconds, and a line to print."""
@@ -75,12 +64,14 @@ class CartPoleBlocks:
         pace = float(steps.sum() - steps_before) / seconds
         rows = metric_rows(metrics, iteration, {"environment_steps_per_second": pace})
         rows[-1] |= {f"evaluation/{name}": float(np.mean(measures[name])) for name in _ORACLE}
-        rows[-1]["evaluation/lowest"] = float(np.min(measures["episode_return"]))
-        rows[-1]["evaluation/highest"] = float(np.max(measures["episode_return"]))
-        rows[-1]["solved"] = int(solved.sum())
+        rows[-1] |= {
+            "evaluation/lowest": float(np.min(measures["episode_return"])),
+            "evaluation/highest": float(np.max(measures["episode_return"])),
+            "solved": int(solved.sum()),
+        }
         solved_at = [
-            int(steps[index]) if first is None and solved[index] else first
-            for index, first in enumerate(notes["solved_at"])
+            int(count) if first is None and now else first
+            for first, now, count in zip(notes["solved_at"], solved, steps, strict=True)
         ]
         return state, rows, {"train": seconds}, {**notes, "solved_at": solved_at}
 
@@ -88,11 +79,10 @@ class CartPoleBlocks:
         """Measure all seeds on fresh starts: evaluation.<measure>.{before, after, oracle}, seeds solved, pace."""
         # One more than the last measurement's: starts that chose nothing.
         after = self._measure(state._replace(iteration=state.iteration + 1))
-        before = notes["before"]
-        solved_at = notes["solved_at"]
-        config = self.config
+        before, solved_at, config = notes["before"], notes["solved_at"], self.config
         steps = int(np.asarray(state.steps, np.int64).sum())
         summary = {
+            "suspect": [],
             "evaluation": {
                 name: {"before": float(np.mean(before[name])), "after": float(np.mean(after[name])), "oracle": oracle}
                 for name, oracle in _ORACLE.items()
@@ -106,7 +96,7 @@ class CartPoleBlocks:
             "iterations": iteration,
             "environment_steps": steps,
             "environment_steps_per_second": steps / seconds["train"],
-            "parameters": self.training.parameters,
+            "parameters": self.parameters,
             "seconds": seconds,
             "devices": {"policy": ", ".join(map(str, self.devices))},
         }
@@ -120,11 +110,9 @@ class CartPoleBlocks:
             f"compiled in {seconds['compile']:.1f} s",
         ]
         columns = ("seed", "return before", "return after", "distance from the centre", "steps until first solved")
-        seeds = range(config.seed, config.seed + config.num_seeds)
         until = ["–" if count is None else count for count in solved_at]
-        rows = list(
-            zip(seeds, before["episode_return"], after["episode_return"], after["distance"], until, strict=True)
-        )
+        values = before["episode_return"], after["episode_return"], after["distance"], until
+        rows = list(zip(range(config.seed, config.seed + config.num_seeds), *values, strict=True))
         return Finished(summary, lines, tables=[Table("Seeds", columns, rows)])
 
     def _measure(self, state: Carry) -> dict[str, list[float]]:
@@ -145,20 +133,17 @@ def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[d
 def make_blocks(config: CartPoleConfig, info: Info) -> CartPoleBlocks:
     """Compile a config's training, and say what is trained, on what, by which algorithm."""
     split_processor()
-    training = make_train(config)
-    devices = seed_devices(config.num_seeds)
-    algorithm = config.algorithm
-    ppo = algorithm.name == "ppo"
-    played = f"{ENVIRONMENTS} carts x {STEPS} steps" if ppo else f"{algorithm.group_size} episodes"
-    counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
+    training, devices = make_train(config), seed_devices(config.num_seeds)
+    start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
     seeds = "seed" if config.num_seeds == 1 else "seeds"
     info("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {', '.join(map(str, devices))}")
-    info("networks", f"{counts}; hidden {list(HIDDEN)}, tanh")
-    info("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
-    start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
     started = time.monotonic()
     block = over_seeds(training.block, devices).lower(start).compile()
-    return CartPoleBlocks(config, training, devices, start, block, time.monotonic() - started)
+    blocks = CartPoleBlocks(config, training, devices, start, block, time.monotonic() - started)
+    counts = ", ".join(f"{name} {count:,} parameters" for name, count in blocks.parameters.items())
+    info("networks", f"{counts}; hidden {list(HIDDEN)}, tanh")
+    info("algorithm", f"{config.algorithm.name}, {' + '.join(config.algorithm.objectives)}")
+    return blocks
 
 
 def seed_keys(seed: int, number: int) -> jax.Array:
@@ -174,10 +159,8 @@ def split_processor() -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
+    with suppress(RuntimeError):  # JAX has started
         jax.config.update("jax_num_cpu_devices", cores)
-    except (RuntimeError, AttributeError):  # JAX has started, or is older than this option
-        return
 
 
 def seed_devices(seeds: int) -> list[jax.Device]:

@@ -21,11 +21,10 @@ from grpo_jax.config.fields import (
     PositiveCount,
     Section,
     Share,
-    require,
     resume_mutable,
 )
 from grpo_jax.config.run import TASKS
-from grpo_jax.tasks.task import Blocks, Chart, Curve, Display, Info, Task
+from grpo_jax.tasks.task import Blocks, Chart, Curve, Display, Task, TaskSetup
 
 
 class CartPoleAlgorithm(Section):
@@ -51,11 +50,11 @@ class CartPoleAlgorithm(Section):
 
     def __post_init__(self) -> None:
         unique = len(set(self.objectives)) == len(self.objectives)
-        require(bool(self.objectives) and unique, "objectives", "one or more, each once", self.objectives)
+        self.require(bool(self.objectives) and unique, "objectives", "one or more, each once")
         fits = len(self.weights) in (0, len(self.objectives)) and all(map(math.isfinite, self.weights))
-        require(fits, "weights", f"none or {len(self.objectives)} finite numbers", self.weights)
+        self.require(fits, "weights", f"none or {len(self.objectives)} finite numbers")
         conditioned = set(self.objectives) == {"upright", "centred"} and self.name != "ppo"
-        require(conditioned or not self.condition, "condition", "0 without both objectives or with ppo", self.condition)
+        self.require(conditioned or not self.condition, "condition", "0 without both objectives or with ppo")
 
 
 class CartPoleOptimizer(Section):
@@ -113,8 +112,14 @@ class CartPoleConfig(Section):
         """Refuse what no section can refuse alone."""
         every = self.evaluation.every
         for name in ("iterations", "save_every"):
-            value = getattr(self.training, name)
-            require(value % every == 0, f"training.{name}", f"a multiple of evaluation.every = {every}", value)
+            fits = getattr(self.training, name) % every == 0
+            self.require(fits, f"training.{name}", f"a multiple of evaluation.every = {every}")
+
+
+RETURNS = (
+    Curve("episode_return", "training, sampled"),
+    Curve("evaluation/episode_return", "evaluation, greedy", sparse=True),
+)
 
 
 class CartPole(Task):
@@ -124,20 +129,11 @@ class CartPole(Task):
     default_config: ClassVar[str | None] = "cartpole_grpo"
     display: ClassVar[Display] = Display(
         live=(("episode_return", "return"), ("evaluation/episode_return", "evaluated"), ("solved", "solved")),
-        charts=(
-            Chart(
-                "Episode return",
-                (
-                    Curve("episode_return", "training, sampled"),
-                    Curve("evaluation/episode_return", "evaluation, greedy", sparse=True),
-                ),
-                note="Mean over the seeds; 500 is the longest episode.",
-            ),
-        ),
+        charts=(Chart("Episode return", RETURNS, note="Mean over the seeds; 500 is the longest episode."),),
     )
 
-    def blocks(self, config: CartPoleConfig, info: Info) -> Blocks:
+    def load(self, setup: TaskSetup) -> Blocks:
         """Compile all seeds into one function."""
         from grpo_jax.tasks.cartpole.program import make_blocks  # starts JAX
 
-        return make_blocks(config, info)
+        return make_blocks(setup.config, setup.info)

@@ -1,4 +1,4 @@
-"""Training on CartPole as pure functions: `make_train(config)`, whose `block` jits and vmaps over seeds."""
+"""Training on CartPole as one function: `make_train(config).train(key)`, which jits and vmaps over seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from grpo_jax.core.ppo import ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
 from grpo_jax.core.surrogates import Clip
 from grpo_jax.models.layers import make_mlp
-from grpo_jax.models.lora import count_weights
 from grpo_jax.models.variables import PyTree
 from grpo_jax.tasks.cartpole import environment
 from grpo_jax.tasks.cartpole.environment import FEATURES, MAX_STEPS, Episodes, Steps, largest, objective_rewards
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 
 Metrics = dict[str, jax.Array]
-Learned = tuple[PyTree, PyTree, Metrics]  # parameters, Optax's state, metrics of the updates
+Learned = tuple[tuple[PyTree, PyTree], Metrics]  # parameters and Optax's state, metrics of the updates
 
 _INIT_STREAM = 2**31 - 1
 _EVALUATION_STREAM = 2**31 - 2
@@ -59,7 +58,7 @@ class Batch(NamedTuple):
 class Carry(NamedTuple):
     """Everything that changes; under vmap each leaf has the seeds as first axis."""
 
-    params: PyTree  # {"policy": …}, and with ppo {"value": …}
+    variables: PyTree  # {"policy": …}, and with ppo {"value": …}
     optimizer: PyTree
     carts: PyTree  # of ppo; () for the others, whose episodes are whole
     key: jax.Array  # the seed's; every random number follows from it and the iteration
@@ -68,17 +67,17 @@ class Carry(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of a config, and the parameters of each network.
+    """Pure functions of a config.
 
     `evaluate` measures the greedy policy on fresh starts; `block` runs `evaluation.every` iterations, whose metrics
-    are f32 `[every]`, and then measures.
+    are f32 `[every]`, and then measures; `train` runs all blocks, whose metrics are f32 `[blocks, every]`.
     """
 
     init: Callable[[jax.Array], Carry]
     iterate: Callable[[Carry], tuple[Carry, Metrics]]
     evaluate: Callable[[Carry], Metrics]
     block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
-    parameters: dict[str, int]
+    train: Callable[[jax.Array], tuple[Carry, tuple[Metrics, Metrics]]]
 
 
 def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:
@@ -151,9 +150,7 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metr
     advantages, dead = group_step_advantages(algorithm, rewards, mask)
     logprobs = action_logprobs(episodes.log_odds, episodes.actions)
     flat = advantages.reshape(-1, MAX_STEPS).T
-    metrics = {
-        "episode_return": jnp.mean(jnp.sum(episodes.mask, axis=0, dtype=jnp.float32)),
-    }
+    metrics = {"episode_return": jnp.mean(jnp.sum(episodes.mask, axis=0, dtype=jnp.float32))}
     for index, name in enumerate(algorithm.objectives):
         metrics[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))
         metrics[f"zero_variance_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
@@ -223,8 +220,8 @@ def group_updates(
         _, ((value, metrics), grads) = jax.lax.while_loop(lambda loop: loop[0] < used, add, (jnp.int32(0), zeros))
         return _apply_gradient(optimizer, carry, value, metrics._asdict(), grads)
 
-    (params, opt_state), metrics = jax.lax.scan(epoch, start, length=algorithm.epochs)
-    return params, opt_state, jax.tree.map(jnp.mean, metrics)
+    learned, metrics = jax.lax.scan(epoch, start, length=algorithm.epochs)
+    return learned, jax.tree.map(jnp.mean, metrics)
 
 
 def step_updates(
@@ -234,8 +231,6 @@ def step_updates(
     start: tuple,
     batch: Batch,
     key: jax.Array,
-    *,
-    minibatches: int = MINIBATCHES,
 ) -> Learned:
     """Make PPO's updates: the times are shuffled and cut into minibatches, each with all carts, alike in all epochs.
 
@@ -270,11 +265,9 @@ def step_updates(
         return carry, metrics | {"explained_variance": explained}
 
     order = jax.random.permutation(key, batch.actions.shape[0])
-    parts = jax.tree.map(lambda x: x[order].reshape(minibatches, -1, *x.shape[1:]), batch)
-    (params, opt_state), metrics = jax.lax.scan(
-        lambda carry, _: jax.lax.scan(update, carry, parts), start, length=algorithm.epochs
-    )
-    return params, opt_state, jax.tree.map(jnp.mean, metrics)
+    parts = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), batch)
+    learned, metrics = jax.lax.scan(lambda carry, _: jax.lax.scan(update, carry, parts), start, length=algorithm.epochs)
+    return learned, jax.tree.map(jnp.mean, metrics)
 
 
 def _apply_gradient(
@@ -289,27 +282,15 @@ def _apply_gradient(
     return (optax.apply_updates(params, updates), opt_state), named
 
 
-def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Return Adam behind a clip of the gradient's norm, and its learning rate by update."""
-    peak = config.optimizer.learning_rate
-    rate = optax.constant_schedule(peak)
-    if config.algorithm.name == "ppo":
-        rate = optax.linear_schedule(peak, 0.0, config.training.iterations * _updates(config))
-    return optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), optax.adam(rate, eps=1e-5)), rate
-
-
-def _updates(config: CartPoleConfig) -> int:
-    """Return the updates of one iteration."""
-    return config.algorithm.epochs * (MINIBATCHES if config.algorithm.name == "ppo" else 1)
-
-
 def make_train(config: CartPoleConfig) -> Training:
     """Return the functions of a run; `config.seed` and `num_seeds` are the caller's to turn into keys."""
     policy = make_mlp(FEATURES, hidden=HIDDEN, output_scale=0.01)
     critic = make_mlp(FEATURES, hidden=HIDDEN, output_scale=1.0)
-    optimizer, rate = make_optimizer(config)
-    group_size = config.algorithm.group_size
-    ppo = config.algorithm.name == "ppo"
+    group_size, ppo = config.algorithm.group_size, config.algorithm.name == "ppo"
+    iterations, peak = config.training.iterations, config.optimizer.learning_rate
+    updates = config.algorithm.epochs * (MINIBATCHES if ppo else 1)  # of one iteration
+    rate = optax.linear_schedule(peak, 0.0, iterations * updates) if ppo else optax.constant_schedule(peak)
+    optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), optax.adam(rate, eps=1e-5))
 
     def init(key: jax.Array) -> Carry:
         keys = jax.random.split(jax.random.fold_in(key, _INIT_STREAM))
@@ -321,31 +302,29 @@ def make_train(config: CartPoleConfig) -> Training:
         return Carry(params, optimizer.init(params), carts, key, jnp.int32(0), jnp.int32(0))
 
     def act(state: Carry) -> environment.Policy:
-        return lambda observations: policy.apply(state.params["policy"], observations)
+        return lambda observations: policy.apply(state.variables["policy"], observations)
 
     def learn_from_groups(state: Carry, key: jax.Array):
         start, draws = jax.random.split(key)
-        starts = environment.reset(start, 1)
-        starts = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), starts)
+        starts = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), environment.reset(start, 1))
         episodes = environment.play_episodes(act(state), starts, draws)
         batch, metrics = group_batch(config, episodes)
-        learned = group_updates(config, policy.apply, optimizer, (state.params, state.optimizer), batch)
+        learned = group_updates(config, policy.apply, optimizer, (state.variables, state.optimizer), batch)
         return learned, state.carts, metrics, jnp.sum(episodes.mask, dtype=jnp.int32)
 
     def learn_from_steps(state: Carry, key: jax.Array):
         draws, shuffle = jax.random.split(key)
         carts, steps = environment.play_steps(act(state), state.carts, draws, steps=STEPS)
-        batch, metrics = step_batch(config, critic.apply, state.params, steps)
-        learned = step_updates(config, policy.apply, optimizer, (state.params, state.optimizer), batch, shuffle)
+        batch, metrics = step_batch(config, critic.apply, state.variables, steps)
+        learned = step_updates(config, policy.apply, optimizer, (state.variables, state.optimizer), batch, shuffle)
         return learned, carts, metrics, jnp.int32(STEPS * ENVIRONMENTS)
 
     def iterate(state: Carry) -> tuple[Carry, Metrics]:
         key = jax.random.fold_in(state.key, state.iteration)
         learned, carts, metrics, steps = (learn_from_steps if ppo else learn_from_groups)(state, key)
-        params, opt_state, of_updates = learned
-        after = Carry(params, opt_state, carts, state.key, state.iteration + 1, state.steps + steps)
-        learning_rate = rate(state.iteration * _updates(config))
-        counted = {"environment_steps": after.steps, "learning_rate": learning_rate}
+        moved, of_updates = learned
+        after = Carry(*moved, carts, state.key, state.iteration + 1, state.steps + steps)
+        counted = {"environment_steps": after.steps, "learning_rate": rate(state.iteration * updates)}
         return after, {name: jnp.float32(x) for name, x in (metrics | of_updates | counted).items()}
 
     def evaluate(state: Carry) -> Metrics:
@@ -359,6 +338,11 @@ def make_train(config: CartPoleConfig) -> Training:
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)
         return state, metrics, evaluate(state)
 
-    shapes = jax.eval_shape(init, jax.random.key(0)).params
-    parameters = {name: count_weights(tree) for name, tree in shapes.items()}
-    return Training(init, iterate, evaluate, block, parameters)
+    def train(key: jax.Array) -> tuple[Carry, tuple[Metrics, Metrics]]:
+        def turn(state: Carry, _: None) -> tuple[Carry, tuple[Metrics, Metrics]]:
+            state, metrics, measures = block(state)
+            return state, (metrics, measures)
+
+        return jax.lax.scan(turn, init(key), length=iterations // config.evaluation.every)
+
+    return Training(init, iterate, evaluate, block, train)

@@ -103,6 +103,7 @@ class Recommendation(Task):
 
     def check(self, config: Config) -> None:
         """Refuse fields that this task does not read."""
+        super().check(config)
         for name in ("prompts", "validation", "test"):
             rows = getattr(config.data, name)
             require(not rows, f"data.{name}", "nothing: prompts are made of histories", rows)

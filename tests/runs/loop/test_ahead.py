@@ -12,7 +12,7 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.errors import UserError
-from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
+from grpo_jax.runs.batches import Rollouts, batch_of, draw
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
 from grpo_jax.train import main
@@ -101,28 +101,23 @@ def loaded(config, *arguments):
     return ctx, make_learner(ctx.config, ctx.policy, ctx.iterations)
 
 
-def learn(ctx, learner, state, iteration, rollout):
-    batch = batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
-    return learner.update(state, batch, jax.random.key(iteration))
-
-
 def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     """The importance weight is a NumPy loop's over what was sampled before the update and what the update is given."""
     choices = ["--algorithm.importance_cap=1.02", "--optimizer.warmup_steps=0"]
     ctx, learner = loaded(config, "--training.async_level=0", *choices)
-    expected, row = draw(ctx, ctx.policy.variables, 0)
+    expected, _, row = draw(ctx, ctx.policy.variables, 0)
 
     ctx, learner = loaded(config, *choices)
     ahead, state = Rollouts(ctx), learner.start(ctx.policy.variables)
     # What is left behind is a copy, not what an update frees.
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(rollout_copy(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(rollout_weights=None))}
-    first, told, state = ahead.draw(state, 0)
+    first, objectives, told, state = ahead.draw(state, 0)
     assert told == {**row, "staleness": 0}
     jax.tree.map(np.testing.assert_array_equal, first.samples, expected.samples)
 
-    state, _ = learn(ctx, learner, state, 0, first)
-    rollout, _ = draw(ctx, rollout_variables(state, state.rollout_weights), 1)
+    state, _ = learner.update(state, batch_of(ctx, first, objectives), jax.random.key(0))
+    rollout, *_ = draw(ctx, rollout_variables(state, state.rollout_weights), 1)
     samples = rollout.samples
     batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(ctx.policy, temperature=ctx.config.sampling.temperature))
@@ -130,9 +125,9 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     ratios = [
         np.exp(float(new) - float(old)) for new, old in zip(logprobs[mask], samples.sampler_logprobs[mask], strict=True)
     ]
-    second, _, state = ahead.draw(state, 1)
+    second, objectives, _, state = ahead.draw(state, 1)
     np.testing.assert_array_equal(second.rewards, rollout.rewards)
-    _, report = learn(ctx, learner, state, 1, second)
+    _, report = learner.update(state, batch_of(ctx, second, objectives), jax.random.key(1))
     ahead.close()
     measured = report["measured"]
     assert measured["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)

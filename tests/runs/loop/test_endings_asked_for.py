@@ -14,7 +14,7 @@ from grpo_jax import evaluate, export
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.stopping import Callbacks, EarlyStopping, IterationEvent
+from grpo_jax.runs.session import Callbacks, EarlyStopping, IterationEvent
 from grpo_jax.train import run
 
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for
@@ -99,6 +99,7 @@ def test_callbacks_are_told_in_order_and_what_metrics_jsonl_says(told):
 def test_early_stopping_ends_a_run_with_all_that_an_end_has(told):
     folder, summary, _ = told
     first = rows(folder)[0]["validation/letters"]
+    assert summary["best"]["validation_score"] == max(row["validation/letters"] for row in rows(folder))
     reason = f"validation/letters has not exceeded {first:.4g}, of iteration 1, in 3 validations"
     assert summary["early_stopping"] == reason and not summary["stopped"] and summary["iterations"] == STEPS
     assert f"early stopping after iteration {STEPS}: {reason}" in (folder / "train.log").read_text()
@@ -112,7 +113,7 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     def tire(moment):
         raise RuntimeError("tired")
 
-    with pytest.raises(UserError, match=r"on_iteration: RuntimeError: tired\. Saved after iteration 1; fix it"):
+    with pytest.raises(UserError, match=r"on_iteration: RuntimeError: tired\. Saved after iteration 1; go on"):
         go(config, folder, on_iteration=tire)
     with pytest.raises(UserError, match=r"the reward is away.*Saved after iteration 2") as failed:
         go(config, folder, judge="validation:1")  # its validation is made up for

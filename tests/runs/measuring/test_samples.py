@@ -9,9 +9,7 @@ import pytest
 from support.text_task import steered_run
 
 from grpo_jax import evaluate
-from grpo_jax.config.run import make_config
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
-from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.policy import run_config
@@ -114,17 +112,3 @@ def test_evaluate_takes_other_settings(run, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "2 completions of each held-out prompt at temperature 1.5." in told and "pass@2" in told
     assert "pass@4" not in told
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"samples": -1}, "samples: expected a number >= 0"),
-        ({"temperature": 0}, "temperature: expected a number > 0"),
-        ({"top_k": 4}, "top_k: no such field; it is that of training"),
-        ({"sampled": False}, "sampled: no such field; it is evaluation.samples: 0"),
-    ],
-)
-def test_settings_that_make_no_sense(section, message):
-    with pytest.raises(UserError, match=f"evaluation.{message}"):
-        make_config(task="text", evaluation=section)

@@ -28,28 +28,6 @@ def starts(count, seed=0):
     return task.reset(jax.random.key(seed), count)
 
 
-def test_physics_is_gymnasiums():
-    """Random actions from the same start: positions, angles and the end agree."""
-    peer = pytest.importorskip("gymnasium").make("CartPole-v1").unwrapped
-    rng = np.random.default_rng(0)
-    step = jax.jit(task.step)
-    ended = 0
-    for seed in range(8):
-        states = starts(1, seed)
-        peer.reset(seed=0)
-        peer.state = tuple(float(x) for x in task.observe(states)[0])
-        for _ in range(200):
-            action = int(rng.integers(2))
-            states, terminated = step(states, jnp.array([action == 1]))
-            expected, reward, done, _, _ = peer.step(action)
-            np.testing.assert_allclose(task.observe(states)[0], expected, rtol=0, atol=1e-5)
-            assert bool(terminated[0]) == done and reward == 1
-            if done:
-                ended += 1
-                break
-    assert ended == 8
-
-
 @pytest.fixture(scope="module")
 def episodes():
     states = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), starts(3))

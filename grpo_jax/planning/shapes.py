@@ -1,12 +1,10 @@
-"""Training memory from the compiler: shapes of state and batch by training's own constructors, without arrays."""
+"""Shapes of state and batch by the constructors of training, without arrays, and the update as a program."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,7 +14,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
-from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import apart_and_joined, init_variables
 from grpo_jax.models.hf.peft import lora_config
@@ -38,12 +35,11 @@ from grpo_jax.models.variables import (
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, pack_windows
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, needs_reference
+from grpo_jax.training.state import TrainState, init_state, make_optimizer, make_schedule, needs_reference
 from grpo_jax.training.update import make_configured_step, make_preparation
 
 
@@ -137,60 +133,6 @@ def batch_shapes(
     if mesh is None:
         return shapes
     return placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(FSDP)), shapes))
-
-
-def require_memory(config: Config, model: ModelConfig, *, available: int | None, listed: bool = False) -> None:
-    """Refuse, before any weight is read, a run that cannot fit into `available` bytes (None: unknown).
-
-    A lower bound: weights, moments and reference (without a vision tower), with the keys and values that sampling
-    begins with; or those of the longest completions alone, which are asked for in one piece. With `listed`
-    completions are texts that the task lists, whatever sampling.max_new_tokens is.
-    """
-    if available is None:
-        return
-    without_tower = config.policy.replace(vision="frozen")
-    config, sampling = config.replace(policy=without_tower), config.sampling
-    state = tree_bytes(state_shapes(config, model, None))
-    first = whole = 0
-    if not listed:
-        policy, sizes = Policy.from_section(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
-        rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
-        shape = rows, sampling.group_size
-        first, whole = (
-            tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
-        )
-    if max(state + first, whole) > available:
-        raise UserError(
-            f"the run needs at least {max(state + first, whole) / GIB:,.1f} GiB ({state / GIB:,.1f} for weights and "
-            f"optimizer, {whole / GIB:,.1f} for keys and values of completions) and this machine has "
-            f"{available / GIB:,.1f}: lower sampling.max_new_tokens ({sampling.max_new_tokens:,}), "
-            f"sampling.group_size ({sampling.group_size:,}) or training.chunk_prompts, or choose a smaller policy.path "
-            "or policy.lora"
-        )
-
-
-def machine_memory() -> int | None:
-    """Bytes of memory and swap of this machine, less where its container (cgroup) allows less; None if unknown."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    swap = 0
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("SwapTotal:"):
-            swap = 1024 * int(line.split()[1])
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = _text(f"/sys/fs/cgroup/{name}").strip()
-        if limit.isdigit():
-            memory = min(memory, int(limit))
-    return memory + swap
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def tree_bytes(tree: PyTree) -> int:

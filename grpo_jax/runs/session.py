@@ -1,0 +1,411 @@
+"""A run in time: its progress, which checkpoints keep, the session that saves and resumes it, and its ends.
+
+A run ends before its last iteration by a signal, a callback, early stopping, or a failure.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config.fields import Section, differences, identity, to_yaml
+from grpo_jax.config.run import Config
+from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
+from grpo_jax.models.broadcast import broadcast, is_main_process
+from grpo_jax.rollout.data import TRAINING_ROWS
+from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs.processes import versions
+from grpo_jax.tasks.task import Finished
+from grpo_jax.training.update import PATIENCE
+
+if TYPE_CHECKING:
+    from grpo_jax.runs.checkpoint import Checkpoints
+
+Record = dict[str, Any]
+"""A JSON object."""
+MISSING_ITERATIONS = 3
+"""Iterations in a row without a reward, after which a run stops."""
+SCORE = "score"
+"""As evaluation.best_by: the maximised measure."""
+
+
+class Progress(NamedTuple):
+    """Metadata of a checkpoint beside its arrays; all of it JSON.
+
+    Attributes:
+        iteration: Iterations done.
+        iterations: Iterations in all.
+        seconds: By stage; "total" is that of earlier processes while one runs, and of all until then in a checkpoint.
+        starts: Iterations done when a process began: 0, and wherever the run was resumed.
+        identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
+        notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
+            "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
+            of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
+            findings; "streaks" of rewards that are missing or have one value.
+        unvalidated: Metrics of the last iteration where its validation was stopped or failed.
+        early_stopping: An `EarlyStopping`; None before the first validation.
+    """
+
+    iteration: int
+    iterations: int
+    best_score: float | None
+    best_iteration: int
+    seconds: dict[str, float]
+    starts: list[int]
+    identity: dict[str, Record]
+    notes: Record
+    unvalidated: Record | None = None
+    early_stopping: Record | None = None
+
+    @classmethod
+    def read(cls, meta: Record, where: Path) -> Progress:
+        """Read the progress in a checkpoint's meta; UserError if its fields are another grpo_jax version's."""
+        try:
+            return cls(**meta["progress"])
+        except (KeyError, TypeError):
+            told = f"{where}: its checkpoints are of another version of grpo_jax: go on with that version"
+            raise UserError(told) from None
+
+
+def identity_of(config: Section, task: Mapping[str, object]) -> dict[str, Record]:
+    """Config and task fields that must be the same when a run goes on from a checkpoint."""
+    return {"config": identity(config), "task": dict(task)}
+
+
+def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str, object], folder: Path) -> None:
+    """Raise UserError naming what differs, where a checkpoint is of another configuration or of other data."""
+    changed = differences(saved["config"], config)
+    if changed:
+        raise UserError(
+            f"--resume: the checkpoint in {folder} was made with other values ({'; '.join(changed)}): give those "
+            "again, or start a new run in another --run_dir"
+        )
+    require_same_task(saved["task"], task, folder)
+
+
+def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
+    """Raise UserError that names the differences if a checkpoint is of other data; training rows may differ."""
+    changed = [
+        f"{name}: {saved.get(name)} → {value}"
+        for name, value in task.items()
+        if name != TRAINING_ROWS and saved.get(name) != value
+    ]
+    if changed:
+        raise UserError(
+            f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)}): give it those again"
+        )
+
+
+def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
+    """Seconds for checkpoints and summary: "total" is the whole run's until now, not that of earlier processes."""
+    stages = {name: value for name, value in seconds.items() if name != "total"}
+    return {**stages, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
+
+
+def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name, summed."""
+    return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
+
+
+class StopRequests:
+    """A flag for a requested stop, checked by long waits, which then save and leave."""
+
+    def __init__(self) -> None:
+        self._asked = self._at_once = False
+
+    def is_set(self) -> bool:
+        """Return whether a stop was asked for."""
+        return self._asked
+
+    def set(self) -> None:
+        """Ask for a stop."""
+        self._asked = True
+        if self._at_once:
+            raise Stopped
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside there is nothing to save: a request raises `Stopped` wherever the main thread is."""
+        self._at_once = True
+        try:
+            if self._asked:
+                raise Stopped
+            yield
+        finally:
+            self._at_once = False
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """Take SIGTERM, SLURM's SIGUSR1 and the first Ctrl-C as requests to stop; yield the flag.
+
+    A second Ctrl-C interrupts at once: the last checkpoint stays valid. SIGHUP, sent when a terminal closes, stops
+    nothing. Outside the main thread, where Python takes no handlers, no stop is ever asked for.
+    """
+    requests = StopRequests()
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            return
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` has it answer once
+            if requests.is_set():
+                raise KeyboardInterrupt
+        requests.set()
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class IterationEvent:
+    """Argument of a callback.
+
+    Attributes:
+        step: Iterations done.
+        iterations: Iterations in all.
+        metrics: By name as in metrics.jsonl: on an iteration its row, on a validation that row's "validation/…"; on a
+            checkpoint nothing.
+        checkpoint: The checkpoint that was written; None otherwise.
+    """
+
+    step: int
+    iterations: int
+    metrics: Mapping[str, float]
+    run_dir: Path
+    checkpoint: Path | None = None
+
+
+Callback = Callable[[IterationEvent], bool | None]
+"""callback(event) → True to stop the run as a signal does: saved, and `--resume` goes on; False or None goes on."""
+
+
+class Callbacks(NamedTuple):
+    """The user's functions; None for none.
+
+    Attributes:
+        on_iteration: After each iteration's row of metrics.jsonl is written.
+        on_validation: After on_iteration, where it was validated.
+        on_checkpoint: When a checkpoint of the loop is on disk.
+    """
+
+    on_iteration: Callback | None = None
+    on_validation: Callback | None = None
+    on_checkpoint: Callback | None = None
+
+    def ask(self, name: str, event: IterationEvent) -> bool:
+        """Call the callback of that name, which is there; return whether it asks to stop."""
+        try:
+            answer = getattr(self, name)(event)
+        except Exception as error:
+            raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
+        if answer is not None and not isinstance(answer, bool | np.bool_):
+            raise UserError(f"{name}: expected it to return True to stop, else False or None, got {one_line(answer)}")
+        return bool(answer)
+
+
+class EarlyStopping(NamedTuple):
+    """Early stopping's best value (None before the first), its iteration, and the validations since then."""
+
+    best: float | None = None
+    iteration: int = 0
+    validations: int = 0
+
+    def after(self, measures: Mapping[str, float], iteration: int, config: Config) -> EarlyStopping:
+        """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
+        value = measures.get(config.evaluation.best_by, math.nan)
+        better = self.best is None or value > self.best + config.training.early_stopping_threshold
+        if math.isfinite(value) and better:
+            return EarlyStopping(float(value), iteration)
+        return self._replace(validations=self.validations + 1)
+
+    def reason(self, config: Config) -> str:
+        """Return the reason to stop early; "" if there is none."""
+        patience, metric = config.training.early_stopping_patience, config.evaluation.best_by
+        if not patience or self.validations < patience:
+            return ""
+        if self.best is None:
+            return f"validation/{metric} was missing in {self.validations} validations in a row"
+        return (
+            f"validation/{metric} has not exceeded {self.best:.4g}, of iteration {self.iteration}, in "
+            f"{self.validations} validations"
+        )
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process's part of a run, as every training loop uses it.
+
+    Attributes:
+        config: The run's config, of any task.
+        output: Run directory, terminal and metric writers (`reports.output`).
+        clock: time.monotonic() when the process began.
+    """
+
+    config: Any
+    output: Any
+    checkpoints: Checkpoints
+    stop: StopRequests
+    callbacks: Callbacks
+    clock: float
+
+    def resumed(self, task: Mapping[str, object], iterations: int) -> Progress | None:
+        """Return the progress of the last sound checkpoint on --resume; None if the run begins.
+
+        UserError if the checkpoint is of another configuration or data, or has more iterations.
+        """
+        checkpoints = self.checkpoints
+        if not self.config.resume or checkpoints.latest_step() is None:
+            return None
+        progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
+        require_same(progress.identity, self.config, task, checkpoints.folder)
+        if progress.iteration > iterations:
+            raise UserError(f"--resume: {progress.iteration} iterations are done, and the run is to have {iterations}")
+        return progress
+
+    def keep_config(self) -> None:
+        """On --resume, write what was overridden, such as --on_judge_error, into config.yaml for the next resume.
+
+        Comes after what may refuse the resume: config.yaml must not keep what was refused.
+        """
+        if self.config.resume and is_main_process():
+            self.output.directory.write_config(to_yaml(self.config.replace(resume=False)))
+
+    def save(self, progress: Progress, arrays: Record, *, name: str = "", wait: bool = False) -> None:
+        """Write a checkpoint in the background, at once if `wait`; with a `name` under that name too."""
+        progress = progress._replace(seconds=with_total(progress.seconds, self.clock))
+        saved = progress.iteration, arrays, {"progress": progress._asdict()}
+        if name:
+            self.checkpoints.save_as(name, *saved)
+        else:
+            self.checkpoints.save(*saved, wait=wait)
+
+    def early_end(self, progress: Progress) -> str:
+        """Return the reason to stop early; "" if there is none."""
+        return EarlyStopping(**progress.early_stopping).reason(self.config) if progress.early_stopping else ""
+
+    def is_over(self, progress: Progress) -> bool:
+        """Return whether nothing is left to train."""
+        return progress.iteration >= progress.iterations or bool(self.early_end(progress))
+
+    def call_back(self, name: str, progress: Progress, metrics: Record) -> None:
+        """Call the callback of that name; if it asks to, and anything is left to train, request a stop."""
+        if getattr(self.callbacks, name) is None:
+            return
+        step, folder = int(metrics.get("step", progress.iteration)), self.output.directory.path.absolute()
+        checkpoint = self.checkpoints.folder / f"step_{step}" if name == "on_checkpoint" else None
+        event = IterationEvent(step, progress.iterations, dict(metrics), folder, checkpoint)
+        asked, failure = False, None
+        try:
+            asked = is_main_process() and self.callbacks.ask(name, event)
+        except UserError as error:
+            failure = error
+        asked, message = broadcast([asked, str(failure or "")])
+        if message:
+            raise StopRun(message) from failure
+        if asked and not self.is_over(progress):
+            self.output.info(f"{name} asks to stop")
+            self.stop.set()
+
+    def watch_clock(self, progress: Progress) -> None:
+        """Request a stop after training.max_hours."""
+        hours, worked = self.config.training.max_hours, time.monotonic() - self.clock
+        if hours and is_main_process() and worked >= 3600 * hours and not self.is_over(progress):
+            self.output.info(f"training.max_hours = {hours:g} are over")
+            self.stop.set()
+
+    def stopped(self, done: int) -> Record:
+        """Say how a run that was stopped after `done` iterations goes on; return its result."""
+        saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
+        when = f"after iteration {done}" if done else "before the first iteration"
+        self.output.info(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
+        return {"stopped": True, "iteration": done}
+
+    def finish(self, progress: Progress, finished: Finished) -> Record:
+        """Write the results of a run that is over; return the contents of summary.json, and "stopped"."""
+        seconds = with_total(finished.summary["seconds"], self.clock)
+        summary = {**finished.summary, "seconds": seconds, "seed": self.config.seed, "versions": versions()}
+        if reason := self.early_end(progress):
+            summary["early_stopping"] = reason
+        self.output.finish(finished._replace(summary=summary), config=self.config, starts=progress.starts)
+        return {**summary, "stopped": False}
+
+
+_KILLABLE = (
+    ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
+    "(judges.NAME.pool, docs/judges.md)"
+)
+
+
+def nothing_judged(progress: Progress, run_dir: str) -> str:
+    """Return why a run ends without rewards (`reward_streaks`): none came lately, or in a short run; "" before.
+
+    A reward may well apply to few prompts: all must be missing.
+    """
+    streaks, done, iterations = progress.notes.get("streaks", {}), progress.iteration, progress.iterations
+    shortest = min((count if value is None else 0 for value, count in streaks.values()), default=0)
+    if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
+        return ""
+    return (
+        f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))}). Saved after "
+        f"iteration {done}; fix the rewards, or what they ask, and {_again(run_dir, done < iterations)}"
+    )
+
+
+def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str) -> str:
+    """Return why a run ends if every update of a few iterations was skipped, or most of a short run; "" before.
+
+    `updates` is their number in an iteration.
+    """
+    done, iterations = progress.iteration, progress.iterations
+    if skipped < max(1, min(PATIENCE * updates, iterations * updates - 1)):
+        return ""
+    return (
+        f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
+        f"iteration {done}, with the weights before them. If a reward or a prompt is at fault, fix it and "
+        f"{_again(run_dir, done < iterations)}; else give a new run a lower optimizer.learning_rate, and these "
+        f"weights: python -m grpo_jax.export --run {run_dir} --checkpoint {done} --out FOLDER, --policy.path FOLDER"
+    )
+
+
+def explained(
+    error: StageError | StopRun, iteration: int | None, run_dir: str, *, resumable: bool, hint: str
+) -> Exception:
+    """Return an error that ended a run as one line that says what to do; `iteration` is the one that was saved.
+
+    An error of the policy's own stage stays as it is.
+    """
+    saved = "Nothing was trained yet" if iteration is None else f"Saved after iteration {iteration}"
+    again = _again(run_dir, resumable)
+    cause = error if isinstance(error, StopRun) else error.__cause__
+    told = cause if isinstance(cause, StopRun | UserError) else error  # a reward names itself
+    line = " ".join(str(told).split())
+    if isinstance(cause, StopRun):
+        return StopRun(f"{line}. {saved}; {again} when that is fixed")
+    assert isinstance(error, StageError)
+    if error.stage == "sample":  # no reward is at fault
+        return error if told is error else UserError(f"{line}. {saved}; {again} when that is fixed")
+    at_fault = {"render": "the renderer", "env": "the environment"}.get(error.stage, "the reward")
+    hint = _KILLABLE if isinstance(error, StageTimeout) else hint
+    return UserError(f"{line}. {saved}; fix {at_fault} and {again}{hint}")
+
+
+def _again(run_dir: str, resumable: bool) -> str:
+    return f"go on with --resume --run_dir {run_dir}" if resumable else "start again"

@@ -31,7 +31,7 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import ALL_NAMES, fields_of, hint_for
 from grpo_jax.config.removed import REMOVED
-from grpo_jax.config.run import find_task, make_config, with_defaults
+from grpo_jax.config.run import find_task, make_config
 from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
@@ -100,8 +100,9 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     neutral = {"task": "text"} if asked["help"] and not files else {}
     values = reduce(merged, map(read_config, files), neutral)
     task = [(name, value) for name, value in own if name in ("task", f"task.{KEY}")]
-    values = with_defaults(_assigned(values, task))
-    kind = find_task(values["task"]).config
+    values = _assigned(values, task)
+    chosen = find_task(values.get("task"))
+    values, kind = merged(chosen.defaults, values), chosen.config
     judges = _assigned(values, [(name, value) for name, value in own if _JUDGE.fullmatch(name)])
     texts = {field.path for field in walk(kind, judges) if field.info.annotation in (str, str | None)}
     values = _assigned(values, own, texts)

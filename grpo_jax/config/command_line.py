@@ -280,6 +280,7 @@ def _paragraph(text: str | None) -> str:
 
 
 def _spelled(field: ConfigField, most: int | None = None) -> str:
+    """Return a value as a command line or a file spells it; of tasks and judges the kind."""
     value = field.value
     if field.marked:
         given = {"": value} if field.name == "task" else value or {}
@@ -287,11 +288,6 @@ def _spelled(field: ConfigField, most: int | None = None) -> str:
         value = kinds[""] if field.name == "task" else kinds
     if most and isinstance(value, list) and value:
         return f"[{len(value)} entries]"
-    return spelled(value, most)
-
-
-def spelled(value: object, most: int | None = None) -> str:
-    """Return a value as a command line or a file spells it."""
     text = str(value) or '""'
     if not isinstance(value, str):
         plain = json.loads(json.dumps(value))  # with texts in place of arguments

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
-
 from grpo_jax.config.fields import (
     KEY,
     Argument,
@@ -288,11 +286,7 @@ def _spelled(field: ConfigField, most: int | None = None) -> str:
         value = kinds[""] if field.name == "task" else kinds
     if most and isinstance(value, list) and value:
         return f"[{len(value)} entries]"
-    text = str(value) or '""'
-    if not isinstance(value, str):
-        plain = json.loads(json.dumps(value))  # with texts in place of arguments
-        text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**20)
-    text = " ".join(text.strip().removesuffix("...").split())
+    text = " ".join(value.split()) or '""' if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -111,7 +111,7 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str = ""
-    """Hugging Face folder or hub id (docs/policies.md: which models), a policy of the package by its name, or "new"."""
+    """Hugging Face folder or hub id (docs/policies.md lists models), a policy of the package by its name, or "new"."""
     new: NewPolicySection = Field(default_factory=NewPolicySection)
     """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"

@@ -42,7 +42,7 @@ EXCLUDED = 8
 
 def make_data(folder, items, queries):
     """vectors.npy, queries.npy, targets.npy, exclude.npy and the files that make the folder an index."""
-    from bridges.retrieval.index import Fingerprint, save_index
+    from bridges.retrieval.encoders import Fingerprint, save_index
 
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((items, WIDTH), dtype=np.float32)
@@ -96,7 +96,7 @@ def row(name, before, warm_up, speed, memory=None, **more):
 
 
 def ask(backend, folder, repeats):
-    from bridges.retrieval.retriever import Retriever
+    from bridges.retrieval import Retriever
 
     targets, exclude = np.load(folder / "targets.npy"), np.load(folder / "exclude.npy").tolist()
     texts = [str(i) for i in range(len(targets))]
@@ -107,8 +107,8 @@ def ask(backend, folder, repeats):
 
 
 def run_local(folder, repeats, replicas):
-    from bridges.retrieval.index import load_index
-    from bridges.retrieval.local import LocalBackend
+    from bridges.retrieval.encoders import load_index
+    from bridges.retrieval.ranking import LocalBackend
 
     before = peak_mib()
     backend = LocalBackend(Given(np.load(folder / "queries.npy")), load_index(folder / "index"))
@@ -118,8 +118,8 @@ def run_local(folder, repeats, replicas):
 
 def bench_service():
     from bridges.retrieval import service
-    from bridges.retrieval.index import load_index
-    from bridges.retrieval.local import LocalBackend
+    from bridges.retrieval.encoders import load_index
+    from bridges.retrieval.ranking import LocalBackend
 
     class Bench(service.RankService):
         def load(self, device):
@@ -136,21 +136,19 @@ def bench_service():
 
 
 def run_ray(folder, repeats, replicas):
-    from bridges import ray_pool
+    from bridges import ray_cluster, ray_pool
     from bridges.retrieval import service
     from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.sections import RetrievalSection
 
-    ray_pool.join(None, object_store=256 * 2**20)
-    judges = [bench_service()(str(folder), "given", replicas)] * replicas
-    names = [f"bench-{number}" for number in range(replicas)]
-    actors = ray_pool.start_actors("bench", judges, PoolSection(batch_timeout=0.0), names)
+    ray_cluster.join(None, object_store=256 * 2**20)
+    judge, pool = bench_service()(str(folder), "given"), PoolSection(replicas=replicas, batch_timeout=0.0)
+    actors = ray_pool.start_actors("bench", judge, pool, named=True)
     backend = service.RayBackend(RetrievalSection(backend="ray", service="bench", timeout=600.0), actors)
     warm_up, speed = ask(backend, folder, repeats)
     import ray
 
     memory = sum(ray.get([actor.answer.remote("memory", [], {}) for actor in actors]))
-    backend.close()
     return [row(f"ray, {replicas} actors", 0, warm_up, speed, memory)]
 
 
@@ -200,10 +198,9 @@ def agreement(folder):
 
 def tfidf_rows(items, queries, repeats):
     """The same sparse vectors compared as they are, and spread out into dense blocks: why TF-IDF stays sparse."""
-    from bridges.retrieval.encoders import TfidfEncoder
-    from bridges.retrieval.index import Fingerprint, Index
-    from bridges.retrieval.local import LocalBackend
-    from bridges.retrieval.retriever import Retriever
+    from bridges.retrieval import Retriever
+    from bridges.retrieval.encoders import Fingerprint, Index, TfidfEncoder
+    from bridges.retrieval.ranking import LocalBackend
 
     rng = np.random.default_rng(0)
     share = 1 / np.arange(10, 10010)

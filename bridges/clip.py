@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -79,7 +79,7 @@ class Scorer:
         self.name = name
         self.device = device
         self.model = model
-        self.quality_head: QualityHead | None = None
+        self.quality_head: torch.nn.Module | None = None
         self.window = int(tokenizer.context_length)
         self._tokenizer = tokenizer
         self._preprocess = preprocess
@@ -145,19 +145,17 @@ class Scorer:
 
     def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
         """Return the cosine similarity float32 [B] of each picture [B, 3, H, W] and its text."""
-        _require_pairs(images, texts)
         return (self.image_features(images) * self.text_features(texts)).sum(-1)
 
     def text_text(self, a: list[str], b: list[str]) -> torch.Tensor:
         """Return the cosine similarity float32 [B] of the texts of each pair."""
-        _require_pairs(a, b)
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
     def quality(self, images: torch.Tensor) -> torch.Tensor:
         """Return the quality head's score of each picture, float32 [B]; ValueError without a head."""
         if self.quality_head is None:
             raise ValueError("quality: expected a scorer with a quality_head, got none")
-        return self.quality_head(self.image_features(images))
+        return self.quality_head.to(self.device)(self.image_features(images)).squeeze(-1)
 
     def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
@@ -166,52 +164,30 @@ class Scorer:
         return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
 
 
-class QualityHead(NamedTuple):
-    """A small network on CLIP image features, such as an aesthetic predictor.
+def load_quality_head(path: str | Path, width: int) -> torch.nn.Module:
+    """Read a head on features [B, width] from safetensors, such as an aesthetic predictor; it returns [B, 1].
 
-    `layers` are (weight [out, in], bias [out]) pairs, the last with one output; `activation` is "none" or "relu".
-    """
-
-    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    activation: str = "none"
-
-    def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Score unit features [B, width]; float32 [B]."""
-        scores = features.float()
-        for number, (weight, bias) in enumerate(self.layers):
-            if number and self.activation == "relu":
-                scores = torch.relu(scores)
-            scores = functional.linear(scores, weight.to(scores.device), bias.to(scores.device))
-        return scores.squeeze(-1)
-
-
-def load_quality_head(path: str | Path, width: int) -> QualityHead:
-    """Read a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
-
-    The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
-    the published aesthetic predictors for CLIP. UserError if the layers do not lead from `width` numbers to one.
+    The file has `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N. Its metadata may say
+    `activation: relu`; without it the layers follow each other directly, as in the published predictors for CLIP.
+    UserError if the layers do not lead from `width` numbers to one.
     """
     from safetensors import safe_open
 
+    head = torch.nn.Sequential()
     with loading(f"the quality head {path}"), safe_open(str(path), framework="pt") as file:
         activation = (file.metadata() or {}).get("activation", "none")
-        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    stems = sorted((name.removesuffix("weight") for name in tensors if name.endswith("weight")), key=_layer_number)
-    shapes = [tuple(tensors[stem + "weight"].shape) for stem in stems]
-    chain = [width, *(shape[0] for shape in shapes if len(shape) == 2)]
-    biases = [tuple(tensors.get(stem + "bias", torch.empty(0)).shape) for stem in stems]
-    leads = shapes == list(zip(chain[1:], chain, strict=False)) and chain[-1] == 1 and biases == [s[:1] for s in shapes]
-    require(stems and leads, f"quality head {path}", f"layers with biases from {width} numbers to 1", shapes)
+        stems = [name.removesuffix("weight") for name in file.keys() if name.endswith("weight")]  # noqa: SIM118 (no dict)
+        for stem in sorted(stems, key=_layer_number):
+            weights = {name: file.get_tensor(stem + name).float() for name in ("weight", "bias")}
+            layer = torch.nn.Linear(*reversed(weights["weight"].shape), device="meta")  # draws no random numbers
+            layer.load_state_dict(weights, assign=True)
+            head.extend([torch.nn.ReLU(), layer] if len(head) and activation == "relu" else [layer])
+        scores = head.requires_grad_(False)(torch.zeros(1, width))
+    require(scores.shape == (1, 1), f"quality head {path}", f"layers from {width} numbers to 1", f"{stems}")
     require(activation in ("none", "relu"), f"quality head {path}", "an activation, none or relu", activation)
-    return QualityHead(tuple((tensors[stem + "weight"], tensors[stem + "bias"]) for stem in stems), activation)
+    return head
 
 
 def _layer_number(stem: str) -> int:
     digits = [part for part in stem.split(".") if part.isdigit()]
     return int(digits[-1]) if digits else 0
-
-
-def _require_pairs(a: Sized, b: Sized) -> None:
-    """Refuse what torch would silently repeat."""
-    if len(a) != len(b):
-        raise ValueError(f"expected pairs, got {len(a)} and {len(b)}")

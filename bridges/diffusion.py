@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,72 +33,25 @@ if TYPE_CHECKING:
 HUB_HELP = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
 
 
-@dataclass(frozen=True)
-class Description:
-    """Properties of a pipeline that a renderer needs.
+def token_limits(
+    pipeline: DiffusionPipeline, length: int | None = None
+) -> tuple[int | None, list[tuple[PreTrainedTokenizerBase, int]]]:
+    """Return the tokens that text encoders without a window of their own are given, and each tokenizer with its limit.
 
-    Attributes:
-        window: Tokens of a prompt that reach the picture, special ones included: those of the text encoder that reads
-            furthest.
-        length: Tokens given to text encoders that have no window of their own; None if all have.
-        tokenizers: Those that count.
-        size: Height and width that the model was made for; like all, a multiple of `multiple`.
-        largest: Bound on height and width; None without a limit.
-        takes: Names of the arguments of a call.
+    A `length` of None takes the pipeline's default, and 1 where it only pads what is absent with zeros (Stable
+    Diffusion 3 without T5), which would cost time. UserError if the pipeline does not say how many it reads.
     """
-
-    kind: str
-    window: int
-    length: int | None
-    tokenizers: tuple[PreTrainedTokenizerBase, ...]
-    size: int
-    multiple: int
-    largest: int | None
-    takes: frozenset[str]
-
-    def check_size(self, size: int) -> None:
-        """Raise UserError if the model cannot draw pictures of this height and width."""
-        nearest = max(round(size / self.multiple), 1) * self.multiple
-        nearest = min(nearest, self.largest or nearest)
-        limit = f" up to {self.largest}" if self.largest else ""
-        require(size == nearest, "size", f"a multiple of {self.multiple}{limit}, such as {nearest}", size)
-
-
-def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Description:
-    """Describe a loaded pipeline; UserError if it is not text encoders, one denoiser and a decoder of latents.
-
-    `length` is in tokens, for text encoders without a window of their own. None takes the pipeline's default, and 1
-    where it only pads what is absent with zeros (Stable Diffusion 3 without T5), which would cost time.
-    """
-    kind = type(pipeline).__name__
-    takes = inspect.signature(pipeline.__call__).parameters
-    readers = text_readers(pipeline)
+    kind, readers = type(pipeline).__name__, text_readers(pipeline)
     clip = _clip_window(pipeline, [reader for reader in readers if _is_clip(reader[1])])
     others = [tokenizer for tokenizer, encoder in readers if not _is_clip(encoder)]
-    if "max_sequence_length" not in takes:
+    argument = inspect.signature(pipeline.__call__).parameters.get("max_sequence_length")
+    if argument is None:
         length = None
     else:
-        length = length or (takes["max_sequence_length"].default if others else 1)
+        length = length or (argument.default if others else 1)
     known = readers and (length or not others) and hasattr(pipeline, "vae_scale_factor")
     require(known, kind, "a pipeline that says how many tokens it reads and how its latents are drawn", kind)
-    limits = [clip if _is_clip(encoder) else length for _, encoder in readers]
-    window = max(limits)
-    tokenizers = [tokenizer for (tokenizer, _), limit in zip(readers, limits, strict=True) if limit == window]
-    network = denoiser(pipeline).config
-    patch = network.get("patch_size") or 1
-    multiple = math.lcm(pipeline.vae_scale_factor * patch, pipeline.image_processor.config.vae_scale_factor)
-    sample = getattr(pipeline, "default_sample_size", None) or network.sample_size
-    return Description(
-        kind=kind,
-        window=window,
-        length=length,
-        tokenizers=tuple(tokenizers),
-        size=sample * pipeline.vae_scale_factor,
-        multiple=multiple,
-        # Stable Diffusion 3 has a table of positions; the others compute or interpolate them.
-        largest=multiple * network.pos_embed_max_size if kind.startswith("StableDiffusion3") else None,
-        takes=frozenset(takes),
-    )
+    return length, [(tokenizer, clip if _is_clip(encoder) else length) for tokenizer, encoder in readers]
 
 
 def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
@@ -245,6 +197,8 @@ class Renderer:
 
     Attributes:
         name: Path of the pipeline.
+        window: Tokens of a prompt that reach the picture, special ones included: those of the text encoder that reads
+            furthest.
         kind: For the line of a run's opening.
         change: Maps pictures and their seeds to the pictures that are shown; None keeps them.
     """
@@ -263,17 +217,19 @@ class Renderer:
         """Describe a loaded pipeline; `length` is in tokens, for text encoders without a window of their own."""
         self.pipeline = pipeline
         self.device = device
-        self.about = describe(pipeline, length)
-        self.window = self.about.window
-        self.training = replace(training, size=training.size or self.about.size)
-        self.evaluation = replace(evaluation, size=evaluation.size or self.about.size)
+        self._takes = inspect.signature(pipeline.__call__).parameters
+        self._length, limits = token_limits(pipeline, length)
+        self.window = max(limit for _, limit in limits)
+        sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.sample_size
+        size = sample * pipeline.vae_scale_factor
+        self.training = replace(training, size=training.size or size)
+        self.evaluation = replace(evaluation, size=evaluation.size or size)
         self.name = name
-        self.kind = self.about.kind
+        self.kind = type(pipeline).__name__
         self.change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
-        self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
+        self._counters = [copy.deepcopy(tokenizer) for tokenizer, limit in limits if limit == self.window]
         self._cache = _ImageCache(cache_megabytes * 2**20)
-        self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
     def __str__(self) -> str:
@@ -298,10 +254,8 @@ class Renderer:
         pictures already in the cache are not drawn again.
 
         Raises:
-            UserError: The model cannot draw pictures of this size.
-            RenderError: The pipeline fails or a picture is not finite.
+            RenderError: The pipeline fails, as with a size that the model cannot draw, or a picture is not finite.
         """
-        self.about.check_size(settings.size)
         if not prompts:
             return torch.zeros((0, 3, settings.size, settings.size), device=self.device)
         keys = [(prompt, int(seed), settings) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -321,11 +275,13 @@ class Renderer:
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
         options = {
             "guidance_scale": settings.guidance,
-            "max_sequence_length": self.about.length,
+            "max_sequence_length": self._length,
             "height": settings.size,
             "width": settings.size,
             **UNCHANGED,
         }
+        if settings.negative_prompt and settings.guidance > 1:
+            options["negative_prompt"] = [settings.negative_prompt] * len(padded)
         try:
             with torch.no_grad():
                 images = self.pipeline(
@@ -334,11 +290,12 @@ class Renderer:
                     generator=[torch.Generator().manual_seed(seed) for _, seed in padded],
                     num_inference_steps=settings.steps,
                     output_type="pt",
-                    **{name: value for name, value in options.items() if name in self.about.takes},
-                    **self._negative(settings, len(padded)),
+                    **{name: value for name, value in options.items() if name in self._takes},
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
+        if images.shape[-1] != settings.size:
+            raise RenderError(f"size: the model draws {images.shape[-1]} pixels where {settings.size} were asked for")
         finite = torch.isfinite(images).flatten(1).all(1).tolist()
         if not all(finite):
             prompt, seed = batch[finite.index(False)]
@@ -347,28 +304,6 @@ class Renderer:
                 f"a renderer in {str(images.dtype).removeprefix('torch.')} may need bfloat16 or float32"
             )
         return images
-
-    def _negative(self, settings: RenderSettings, count: int) -> dict:
-        """Arguments of the pipeline's call for the negative prompt of a batch.
-
-        Stable Diffusion 3 would encode it anew for each picture, by T5 too: it gets the states.
-        """
-        text = settings.negative_prompt
-        if settings.guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
-            return {}
-        if self.about.kind != STABLE_DIFFUSION_3:
-            return {"negative_prompt": [text] * count}
-        text = text or ""
-        if text not in self._negatives:
-            embeddings, _, pooled, _ = self.pipeline.encode_prompt(
-                text, None, None, do_classifier_free_guidance=False, max_sequence_length=self.about.length
-            )
-            self._negatives[text] = embeddings, pooled
-        embeddings, pooled = self._negatives[text]
-        return {
-            "negative_prompt_embeds": embeddings.expand(count, -1, -1),
-            "negative_pooled_prompt_embeds": pooled.expand(count, -1),
-        }
 
 
 def load_stable_diffusion_3(

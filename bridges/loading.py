@@ -137,36 +137,22 @@ def quiet_loading() -> Iterator[None]:
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+_CLIP_G, _T5, _WIDTHS = 694_659_840, 4_762_310_656, (128, 256, 512, 512)
 PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
     "stabilityai/stable-diffusion-3-medium-diffusers": (
-        {
-            "transformer": 2_084_951_104,
-            "vae": 83_819_683,
-            "text_encoder": 123_650_304,
-            "text_encoder_2": 694_659_840,
-            "text_encoder_3": 4_762_310_656,
-        },
-        (128, 256, 512, 512),
+        {"transformer": 2_084_951_104, "vae": 83_819_683}
+        | {"text_encoder": 123_650_304, "text_encoder_2": _CLIP_G, "text_encoder_3": _T5},
+        _WIDTHS,
         1024,
     ),
     "stabilityai/sdxl-turbo": (
-        {
-            "unet": 2_567_463_684,
-            "vae": 83_653_863,
-            "text_encoder": 123_060_480,
-            "text_encoder_2": 694_659_840,
-        },
-        (128, 256, 512, 512),
+        {"unet": 2_567_463_684, "vae": 83_653_863, "text_encoder": 123_060_480, "text_encoder_2": _CLIP_G},
+        _WIDTHS,
         512,
     ),
     "black-forest-labs/FLUX.1-schnell": (
-        {
-            "transformer": 11_891_178_560,
-            "vae": 83_819_683,
-            "text_encoder": 123_060_480,
-            "text_encoder_2": 4_762_310_656,
-        },
-        (128, 256, 512, 512),
+        {"transformer": 11_891_178_560, "vae": 83_819_683, "text_encoder": 123_060_480, "text_encoder_2": _T5},
+        _WIDTHS,
         1024,
     ),
 }

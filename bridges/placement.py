@@ -179,19 +179,12 @@ def _free_or_shared(preferred: int, usable: int, taken: list[str], policy: list[
 
 
 def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gpus: bool) -> str:
-    """Such as "policy on gpu:0; renderer and scorer share gpu:1 (2 GPUs found)"."""
-    places: dict[str, list[str]] = {}
-    for part, where in placement.items():
-        places.setdefault(where, []).append(part)
-    phrases = []
-    for where, parts in places.items():
-        names = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
-        phrases.append(f"{names} {'share' if len(parts) > 1 else 'on'} {where.replace('cpu', 'the CPU')}")
-    count = {0: "no GPU found", 1: "1 GPU found"}.get(gpu_count, f"{gpu_count} GPUs found")
+    """Such as "policy on gpu:0, renderer on gpu:1, scorer on gpu:1 (2 GPUs found)"."""
+    count = f"{gpu_count or 'no'} GPU{'' if gpu_count < 2 else 's'} found"
     unable = [name for name, able in (("jax", jax_gpus), ("torch", torch_gpus)) if gpu_count and not able]
     if unable:
         count += f", but the installed {' and '.join(unable)} cannot use GPUs"
-    return f"{'; '.join(phrases)} ({count})"
+    return f"{', '.join(f'{part} on {where}' for part, where in placement.items())} ({count})"
 
 
 def _jax_cards() -> dict[int, jax.Device]:

@@ -12,68 +12,33 @@ import functools
 import inspect
 import math
 import os
-import signal
-import socket
 import sys
 import threading
 import time
-import traceback
-import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bridges.ray_cluster import NAMESPACE, PROBE_SECONDS, ActorLost, PoolLost, attempt, is_gone, join, told
 from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge, PoolSection, title
 from grpo_jax.config.named import FILE
-from grpo_jax.errors import ABANDONED, StopRun, UserError, one_line
+from grpo_jax.errors import UserError
 
 START_SECONDS = 600.0  # to load a judge: large weights on a slow disk, or a cluster that grows, take minutes
 ROWS = 32  # of a batch of a judge without a batch_size
 ATTEMPTS, RESTARTS = 3, 10  # actors that may be lost over one batch, and times that Ray starts one again
-NAMESPACE = "grpo_jax"
-_PROBE_SECONDS = 5.0  # without an answer, until the cluster is asked whether it is there
-_END_SECONDS = 60.0  # for ending a cluster; Ray would wait for ever for one that dies just then
-_CARDS = "CUDA_VISIBLE_DEVICES"
-_SETTINGS = {  # Ray reads them when it is imported
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-    "RAY_NUM_REDIS_GET_RETRIES": "5",  # seconds of trying to join what answers
-    "RAY_worker_niceness": "0",  # Ray's workers would run at the lowest priority of the machine
-    # Ray ends a process whose cluster has been gone for a minute; a training run must live to save
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000",
-    # where its raylet is gone too, if its parent is process 1, as in a container or behind a shell that has ended
-    "RAY_RAYLET_PID": str(os.getpid()),
-}
-_joined: list[str | None] = []  # the address of the cluster that `join` came to; None for one that it started
-_entered: list[bool] = []  # for each pool of a run, whether it brought this process to the cluster
-
-Request = tuple[Sequence[Any], dict[str, Any]]
-"""Arguments and keywords of one batch."""
 Description = tuple[str, dict[str, Any], list[str], Signature | None]
 """Of a loaded judge: title, plain public attributes, names of methods, and signature (None without a call)."""
 
 
 class BatchLost(RuntimeError):
     """Every actor that was given a batch died or timed out on it: the judge failed on it."""
-
-
-class PoolLost(StopRun):
-    """No actor of a pool is left, its cluster is gone, or it is late: the run saves and ends."""
-
-
-class ActorLost(PoolLost):
-    """An actor died; Ray may start it again."""
-
-
-class TokenRefused(UserError):
-    """The cluster asks for a token that this process has not."""
 
 
 def placed(judge: Judge, name: str) -> Judge | Pooled:
@@ -101,10 +66,10 @@ class Pooled:
         pool, name = self.pool, self.name
         require(device == "cpu", "devices", "none for a judge in a pool, which has its resources", device)
         try:
-            _entered.append(join(pool.address, cards=None if pool.address else cards_left()))
+            join(pool.address, cards=None if pool.address else cards_left(), for_run=True)
         except UserError as error:
             raise UserError(f"{name}{'.address' if pool.address else ''}: {error}") from error
-        actors = start_actors(name, [self.judge] * pool.replicas, pool)
+        actors = start_actors(name, self.judge, pool)
         try:
             about = described(actors, START_SECONDS)
         except PoolLost as error:  # nothing has begun that could be saved
@@ -131,27 +96,25 @@ class JudgeActor:
         A batch has `timeout` seconds. `kernels` says whether torch must be deterministic, and may round to TF32.
         """
         self._judge, self._device, self._folder, self._timeout, self._kernels = judge, device, folder, timeout, kernels
-        self._loaded = None
 
-    def _load(self) -> Any:
-        if self._loaded is None:
-            if os.path.isdir(self._folder):
-                os.chdir(self._folder)  # a config's paths begin there
-            if self._device == "cpu":
-                os.environ.setdefault("JAX_PLATFORMS", "cpu")
-            if self._kernels != (False, True):
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                import torch
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        if os.path.isdir(self._folder):
+            os.chdir(self._folder)  # a config's paths begin there
+        if self._device == "cpu":
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if self._kernels != (False, True):
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            import torch
 
-                torch.use_deterministic_algorithms(self._kernels[0])
-                torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._kernels[1]
-            getattr(self._judge, "check", bool)()
-            self._loaded = self._judge.load(self._device)
-        return self._loaded
+            torch.use_deterministic_algorithms(self._kernels[0])
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._kernels[1]
+        getattr(self._judge, "check", bool)()
+        return self._judge.load(self._device)
 
     def describe(self) -> Description:
         """Load the judge and describe it."""
-        judge, public = self._load(), {}
+        judge, public = self._loaded, {}
         for name in dir(judge):
             with suppress(Exception):  # a property that is not ready, or asks for a package
                 public |= {} if name.startswith("_") else {name: getattr(judge, name)}
@@ -165,17 +128,32 @@ class JudgeActor:
 
     def answer(self, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         """Call a method about one batch, or the judge itself if its name is ""; the process ends if it is late."""
-        judge = self._load()
-        device, call = getattr(judge, "device", None), getattr(judge, method) if method else judge
+        judge = self._loaded
+        call, device = getattr(judge, method) if method else judge, getattr(judge, "device", None) or "cpu"
         if self._timeout:  # though the interpreter's lock be held
             faulthandler.dump_traceback_later(self._timeout, exit=True, file=sys.__stderr__)
         try:
-            value = call(*[_own(one, device) for one in arguments], **{k: _own(v, device) for k, v in keywords.items()})
-            return _on_host(asyncio.run(value) if inspect.iscoroutine(value) else value)
+            own = {name: _copied(value, device) for name, value in keywords.items()}
+            value = call(*[_copied(one, device) for one in arguments], **own)
+            return _copied(asyncio.run(value) if inspect.iscoroutine(value) else value)
         except (SystemExit, KeyboardInterrupt) as error:  # must not end the actor
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _copied(value: Any, device: Any = "cpu") -> Any:
+    """Copy an array, which Ray lends read-only, and tensors to a device, also those in lists and dictionaries."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if "torch" not in sys.modules:
+        return value
+    from torch.utils._pytree import tree_map
+
+    from bridges.loading import torch_device
+
+    target = torch_device(device)
+    return tree_map(lambda leaf: leaf.detach().to(target, copy=True) if _is_tensor(leaf) else leaf, value)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -183,20 +161,10 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _own(value: Any, device: Any = None) -> Any:
-    """Copy an array, which Ray lends read-only; a tensor to a device, if one is named."""
-    if _is_tensor(value):
-        return value.to(device, copy=True) if device else value.clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _on_host(value: Any) -> Any:
-    """Move a value's tensors, also those in lists, tuples and dictionaries, to the CPU, as Ray can lend them."""
-    if "torch" not in sys.modules:
-        return value
-    from torch.utils._pytree import tree_map
-
-    return tree_map(lambda leaf: leaf.detach().cpu().contiguous() if _is_tensor(leaf) else leaf, value)
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return not hasattr(value, "_fields")
+    return (isinstance(value, np.ndarray) or _is_tensor(value)) and value.ndim > 0
 
 
 class RayPool:
@@ -211,7 +179,7 @@ class RayPool:
         described_as, attributes, self._methods, signature = about
         vars(self).update(attributes, device="cpu")
         self._name, self._size, self._lock, self._free = name, batch, threading.Lock(), deque(actors)
-        self._away: dict[Any, Any] = {}  # actors that Ray restarts, by the reference of their answer
+        self._away: dict[Any, Any] = {}  # actors that Ray restarts, or at a batch that nobody waits for, by their word
         self._title = f"{described_as}; {len(actors)} actors of a Ray cluster, {batch} rows at a time"
         self._late, self._last = f" or took more than {limit:g} s (batch_timeout)" if limit else "", ""
         if signature is not None:
@@ -238,12 +206,11 @@ class RayPool:
         lengths = {len(value) for value in (*arguments, *keywords.values()) if _has_rows(value)}
         count = lengths.pop() if len(lengths) == 1 else 0
         parts = [slice(start, min(start + self._size, count)) for start in range(0, count, self._size)]
-
-        def request(rows: slice) -> Request:
-            cut = [_on_host(one[rows] if _has_rows(one) else one) for one in (*arguments, *keywords.values())]
-            return cut[: len(arguments)], dict(zip(keywords, cut[len(arguments) :], strict=True))
-
-        answers = self.run(method, [request(rows) for rows in parts or [slice(None)]])
+        requests = []
+        for rows in parts or [slice(None)]:
+            cut = [_copied(one[rows] if _has_rows(one) else one) for one in (*arguments, *keywords.values())]
+            requests.append((cut[: len(arguments)], dict(zip(keywords, cut[len(arguments) :], strict=True))))
+        answers = self.run(method, requests)
         if len(answers) == 1:
             return answers[0]
         if [len(one) if _has_rows(one) else None for one in answers] != [rows.stop - rows.start for rows in parts]:
@@ -257,66 +224,67 @@ class RayPool:
             return np.concatenate(answers)
         return [one for part in answers for one in part]
 
-    def run(self, method: str, requests: Sequence[Request], seconds: float = math.inf) -> list[Any]:
-        """Return a method's answers to some batches, in their order.
+    def run(self, method: str, requests: Sequence[tuple[Sequence, dict]], seconds: float = math.inf) -> list[Any]:
+        """Return a method's answers to some batches, arguments and keywords of each, in their order.
 
         Raises:
             PoolLost: No actor is left, the cluster is gone, or the answers did not come within the seconds.
             BatchLost: A batch cost `ATTEMPTS` actors.
-            Exception: The judge's own, once no actor has a batch any more.
+            Exception: The judge's own.
         """
-        try:
-            with self._lock:
-                return self._answers(method, requests, seconds)
-        except PoolLost as error:
-            raise PoolLost(f"{self._name}: {error}") from error
+        sent: dict[Any, tuple[int, Any]] = {}
+        with self._lock:
+            try:
+                return self._answers(method, requests, seconds, sent)
+            except PoolLost as error:
+                raise PoolLost(f"{self._name}: {error}") from error
+            except Exception:
+                self._away |= {handle.describe.remote(): handle for _, handle in sent.values()}  # after its batch
+                raise
 
-    def _answers(self, method: str, requests: Sequence[Request], seconds: float) -> list[Any]:
+    def _answers(
+        self, method: str, requests: Sequence[tuple[Sequence, dict]], seconds: float, sent: dict[Any, tuple[int, Any]]
+    ) -> list[Any]:
+        """`run`; `sent` holds the batches that are on their way, by their reference: a number and an actor."""
         import ray
 
         deadline = time.monotonic() + seconds
-        waiting, sent = deque(range(len(requests))), {}
-        answers, lost, failed = [None] * len(requests), Counter(), None
-        while sent or (waiting and failed is None):
-            while waiting and self._free and failed is None:
+        waiting, answers, lost = deque(range(len(requests))), [None] * len(requests), Counter()
+        while sent or waiting:
+            while waiting and self._free:
                 number, handle = waiting.popleft(), self._free.popleft()
                 answer = handle.answer.options(max_task_retries=0)  # Ray would ask the same actor, and count refusals
                 sent[attempt(answer.remote, method, *requests[number])] = number, handle
             if not (sent or self._away):
                 raise PoolLost(f"no actor is left; the last: {self._last}")
             left = max(deadline - time.monotonic(), 0.0)
-            came, _ = attempt(ray.wait, [*sent, *self._away], timeout=min(_PROBE_SECONDS, left))
-            gone = not came and is_gone()
-            if gone or not (came or left):
-                raise PoolLost(
-                    "nothing answers where the Ray cluster was" if gone else f"no answer within {seconds:g} s"
-                )
+            came, _ = attempt(ray.wait, [*sent, *self._away], timeout=min(PROBE_SECONDS, left))
+            if not came and is_gone():
+                raise PoolLost("nothing answers where the Ray cluster was")
+            if not (came or left):
+                raise PoolLost(f"no answer within {seconds:g} s")
             for reference in came:
                 number, handle = sent.pop(reference, None) or (None, self._away.pop(reference))
                 try:
-                    value = _own(attempt(ray.get, reference))
-                    if number is not None:
-                        answers[number] = value
-                except ActorLost as error:
-                    self._last = str(error)
-                    if number is not None:
-                        self._away[handle.describe.remote()] = handle
-                        waiting.appendleft(number)
-                        lost[number] += 1
-                        if lost[number] >= ATTEMPTS:
-                            spent = f"{ATTEMPTS} actors died{self._late} over one batch; the last: {error}"
-                            failed = BatchLost(f"{self._name}: {spent}")
-                    continue
-                except PoolLost:
-                    raise
+                    value = attempt(ray.get, reference)
                 except Exception as error:
+                    if isinstance(error, PoolLost) and not isinstance(error, ActorLost):
+                        raise
+                    self._last = told(error)
                     if number is None:  # it does not load any more
-                        self._last = last_line(error)
                         continue
-                    failed = error
+                    self._away[handle.describe.remote()] = handle
+                    if not isinstance(error, ActorLost):
+                        raise
+                    waiting.appendleft(number)
+                    lost[number] += 1
+                    if lost[number] >= ATTEMPTS:
+                        spent = f"{ATTEMPTS} actors died{self._late} over one batch; the last: {error}"
+                        raise BatchLost(f"{self._name}: {spent}") from error
+                    continue
                 self._free.append(handle)
-        if failed is not None:
-            raise failed
+                if number is not None:
+                    answers[number] = _copied(value)
         return answers
 
 
@@ -328,39 +296,31 @@ class PooledReward(RayPool):
         return self._ask("", *arguments, **keywords)
 
 
-def _has_rows(value: Any) -> bool:
-    if isinstance(value, np.ndarray) or _is_tensor(value):
-        return value.ndim > 0
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+def start_actors(name: str, judge: Any, section: PoolSection, *, named: bool = False) -> list[Any]:
+    """Start the actors of a pool and return their handles; `named` NAME-0, NAME-1, …, any process finds them.
 
-
-def start_actors(name: str, judges: Sequence[Any], section: PoolSection, named: Sequence[str] = ()) -> list[Any]:
-    """Start an actor for each judge of a pool, and return their handles.
-
-    `named` are names under which any process of the cluster finds them. UserError if a cluster of the run's own lacks
-    a resource; one elsewhere may grow.
+    UserError if a cluster of the run's own lacks a resource; one elsewhere may grow.
     """
     import ray
 
     resources = {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
     there = ray.cluster_resources()
     for kind, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        wanted, has = len(judges) * resources[kind], there.get(resource, 0.0)
+        wanted, has = section.replicas * resources[kind], there.get(resource, 0.0)
         enough = section.address is not None or wanted <= has
         require(enough, f"{name}.resources.{kind}", f"at most the {has:g} of the Ray cluster for all actors", wanted)
-    for module in {type(judge).__module__ for judge in judges}:
-        if module.startswith(FILE):  # the code of a judge's file, which no import finds, is sent along
-            ray.cloudpickle.register_pickle_by_value(sys.modules[module])
+    if type(judge).__module__.startswith(FILE):  # the code of a judge's file, which no import finds, is sent along
+        ray.cloudpickle.register_pickle_by_value(sys.modules[type(judge).__module__])
     options = {**resources, "runtime_env": section.runtime_env or None, "namespace": NAMESPACE}
     options |= {"max_restarts": RESTARTS, "max_task_retries": -1}
-    device, torch = "gpu:0" if section.cards else "cpu", sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     kernels = False, True
     if torch is not None:
         kernels = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32
-    given = (device, os.getcwd(), section.batch_timeout, kernels)
+    given = judge, "gpu:0" if section.cards else "cpu", os.getcwd(), section.batch_timeout, kernels
+    names = [f"{name}-{number}" if named else None for number in range(section.replicas)]
     try:
-        start = [ray.remote(JudgeActor).options(**options, name=one or None) for one in named or [""] * len(judges)]
-        return [one.remote(judge, *given) for one, judge in zip(start, judges, strict=True)]
+        return [ray.remote(JudgeActor).options(**options, name=one).remote(*given) for one in names]
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}.resources, runtime_env: {told(error)}") from error
 
@@ -373,151 +333,3 @@ def described(actors: Sequence[Any], seconds: float) -> Description:
         return attempt(ray.get, [handle.describe.remote() for handle in actors], timeout=seconds)[0]
     except TimeoutError as error:
         raise PoolLost(f"no answer within {seconds:g} s") from error
-
-
-def import_ray(*, starts: bool = False) -> Any:
-    """Import Ray with the settings of a run; it shows a token if this user has one, or a cluster `starts`."""
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    warnings.filterwarnings("ignore", "Zero-copy tensor serialization")  # tensors are contiguous, and copied at the end
-    named = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
-    if "ray" not in sys.modules and (starts or named or Path("~/.ray/auth_token").expanduser().is_file()):
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    excepthook = sys.excepthook
-    import ray
-
-    # Ray's own hook reports a traceback to the cluster before it prints it, and waits for ever where that is gone
-    sys.excepthook = excepthook
-    return ray
-
-
-def join(address: str | None, *, cards: Sequence[str] | None = None, object_store: int | None = None) -> bool:
-    """Join the cluster at HOST:PORT, or start one that this machine alone reaches.
-
-    A process stays on its cluster; the result says whether it belonged to none. `cards` are those of a cluster that is
-    started (None: all), `object_store` its bytes (None: Ray's own choice). UserError without a cluster.
-    """
-    ray = import_ray(starts=address is None)
-    if ray.is_initialized():
-        if address is not None and [address] != _joined:
-            raise UserError(f"expected the cluster that this process is on already, {cluster_address()}")
-        return False
-    if address is not None and not answers(address, http2=True):
-        other = f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts"
-        raise UserError(other if answers(address) else f"no Ray cluster answers at {address}")
-    from ray._private import ray_constants
-
-    on_loopback = address is None or address.startswith(("127.", "localhost:"))
-    ray_constants.ENABLE_RAY_CLUSTER = not on_loopback  # else Ray leaves loopback
-    options: dict[str, Any] = {"address": address}
-    if address is None:  # "local", and not the cluster that RAY_ADDRESS names
-        options = {"address": "local", "include_dashboard": False, "object_store_memory": object_store}
-        options["_node_ip_address"] = "127.0.0.1"
-    handler, visible, terminal = signal.getsignal(signal.SIGTERM), os.environ.get(_CARDS), os.dup(2)
-    if cards is not None:
-        os.environ[_CARDS] = ",".join(cards)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # what Ray's C++ says of a failure, the exception says, too
-    try:
-        for attempts_left in (0,) if address else (2, 1, 0):  # Ray gives its own processes half a minute
-            try:
-                ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
-                break
-            except Exception as error:
-                _shut_down()
-                if not attempts_left:
-                    raise _refusal(address, error) from error
-    finally:
-        os.dup2(terminal, 2)
-        os.close(terminal)
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # a run saves; Ray would leave at once
-        os.environ.pop(_CARDS, None)
-        os.environ.update({} if visible is None else {_CARDS: visible})
-    _joined[:] = [address]
-    return True
-
-
-def _refusal(address: str | None, error: Exception) -> UserError:
-    reasons = "".join(traceback.format_exception(error))
-    if "AuthenticationError" in reasons or "InvalidAuthToken" in reasons:
-        return TokenRefused(
-            f"the Ray cluster at {address} asks for a token and this process has none or another: set RAY_AUTH_MODE"
-            "=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's (by default ~/.ray/auth_token)"
-        )
-    return UserError(f"the Ray cluster at {address or 'this machine'} cannot be joined: {told(error)}")
-
-
-def leave() -> None:
-    """End the pools of a run with the cluster that one of them started, or leave the one that it joined."""
-    if any(_entered):
-        leaving = threading.Thread(target=_shut_down, name=f"{ABANDONED}ray", daemon=True)
-        seconds = 2.0 if is_gone() else _END_SECONDS
-        leaving.start()
-        leaving.join(seconds)
-    _entered.clear()
-
-
-def _shut_down() -> None:
-    with suppress(Exception):
-        import_ray().shutdown()
-
-
-def cluster_address() -> str:
-    """Return host and port of the joined cluster, as `join` takes them."""
-    return import_ray().get_runtime_context().gcs_address
-
-
-def is_gone() -> bool:
-    """Return whether the cluster of this process no longer answers, asked twice."""
-    with suppress(Exception):  # of a connection that is being closed
-        return not import_ray().is_initialized() or not any(answers(cluster_address()) for _ in range(2))
-    return True
-
-
-def answers(address: str, *, http2: bool = False) -> bool:
-    """Return whether something listens at HOST:PORT, perhaps in HTTP/2: with others Ray tries for minutes."""
-    host, _, port = address.rpartition(":")
-    settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame, its kind in the fourth byte
-    with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as line:
-        if not http2:
-            return True
-        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
-        return line.recv(9)[3:4] == settings[3:4]
-    return False
-
-
-def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function of Ray's.
-
-    Raises:
-        ActorLost: The actor died, or its machine.
-        PoolLost: The cluster is gone.
-        Exception: Raised by a judge in an actor, as it was raised there.
-    """
-    from ray import exceptions
-
-    try:
-        return call(*arguments, **options)
-    except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
-        cause = getattr(error, "cause", None)
-        if cause is None or isinstance(cause, exceptions.RayError):  # of a class that this process has not
-            cause = RuntimeError(last_line(error))
-        cause.add_note(f"In the actor:\n{error}")
-        raise cause from None
-    except Exception as error:
-        if is_gone():
-            raise PoolLost(f"the Ray cluster is gone: {last_line(error)}") from error
-        if isinstance(error, exceptions.RayError | ConnectionError) and not isinstance(error, TimeoutError):
-            raise ActorLost(f"an actor died: {last_line(error)}") from error
-        raise
-
-
-def told(error: BaseException) -> str:
-    """Return an error's type and its message as one line."""
-    return f"{type(error).__name__}: {one_line(error, 300)}"
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, where Ray says why an actor died or what a judge raised."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

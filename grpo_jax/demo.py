@@ -130,7 +130,7 @@ def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> 
     judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
     entries = [shown_episode(row, one)._replace(title=name, prompt="") for name, one in judged.items()]
     sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("shown_episodes", entries, display)]
-    for name in () if asker.draws else checkpoints:
+    for name in () if asker.ctx.fns.render else checkpoints:
         episodes = asker.write(row, name, group=True)
         rows = [[one.last.completion, *one.last.rewards.values()] for one in episodes]
         title = f"A group of {name}, sampled as in training"

@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import itertools
 import os
 import shutil
 import tempfile
@@ -31,6 +30,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax  # noqa: E402
 import jax.experimental  # noqa: E402
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """What is imported stays: the collector need not walk over it again and again while functions are traced."""
     gc.freeze()
-    gc.set_threshold(10_000)
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_unconfigure():
@@ -68,22 +68,34 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
-MODULES_TOGETHER = 8
-"""Of test modules that share small programs, which are most of those of a run; of all it would be gigabytes."""
-
-
-@pytest.fixture(scope="session")
-def modules():
-    return itertools.count(1)
+MEMORY = 3 * 2**30
+"""Bytes of a worker beyond which it lets go of what its modules compiled."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs(modules):
-    """What a few modules compiled the next one finds; weights and buffers go with each."""
+def forget_programs(shared_programs):
+    """What some modules compiled the next ones find."""
     yield
-    if next(modules) % MODULES_TOGETHER == 0:
+    if psutil.Process().memory_info().rss > MEMORY:
+        shared_programs.clear()
         jax.clear_caches()
-    gc.collect()
+        gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_programs():
+    """Runs that would compile the same functions compile them once."""
+    from support import programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        programs.share(patch)
+        yield programs.MADE
+
+
+@pytest.fixture
+def own_programs(shared_programs):
+    """The runs of this test begin with functions that nobody has compiled."""
+    shared_programs.clear()
 
 
 @pytest.fixture(scope="session")
@@ -112,9 +124,9 @@ def x64():
 def cluster():
     """A Ray cluster on this machine, which this process belongs to: started once, and left for the next module."""
     pytest.importorskip("ray")
-    from bridges import ray_pool
+    from bridges import ray_cluster
 
-    ray_pool.join(None, object_store=256 * 2**20)
+    ray_cluster.join(None, object_store=256 * 2**20)
 
 
 @pytest.fixture(scope="module")

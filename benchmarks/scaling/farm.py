@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bridges import ray_pool
+from bridges import ray_cluster
 from bridges.judges.stable_diffusion_3 import StableDiffusion3
 from bridges.ray_pool import Pooled
 from grpo_jax.config.judge import PoolSection
@@ -185,7 +185,7 @@ def main():
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     began = time.perf_counter()
-    ray_pool.join(None)  # one cluster for all pools
+    ray_cluster.join(None)  # one cluster for all pools
     report = {
         "benchmark": "farm",
         "python": platform.python_version(),

@@ -3,10 +3,16 @@
 Its fields are the judge's config (`judges.NAME.FIELD`), each with a help line. `grpo_jax.config.judge` is the protocol.
 """
 
-from typing import Literal
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
 from grpo_jax.config.judge import Judge
+
+if TYPE_CHECKING:
+    from bridges.diffusion import RenderSettings
 
 
 class PipelineJudge(Judge):
@@ -28,3 +34,12 @@ class PipelineJudge(Judge):
     """Guidance scale in evaluation."""
     cache_megabytes: Count = resume_mutable(256)
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
+    batch_size: PositiveCount = resume_mutable(32)
+    """Pictures drawn at once."""
+
+    def settings(self, negative_prompt: str | None = None) -> tuple[RenderSettings, RenderSettings]:
+        """Return the settings of training and of evaluation."""
+        from bridges.diffusion import RenderSettings
+
+        training = RenderSettings(self.steps, self.guidance, self.size, self.batch_size, negative_prompt)
+        return training, replace(training, steps=self.eval_steps, guidance=self.eval_guidance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridges.miniature.lens import lens_of, look, undone
+from bridges.miniature.world import lens_of, look, undone
 from grpo_jax.config.fields import PositiveCount, resume_mutable
 from grpo_jax.config.judge import Judge
 

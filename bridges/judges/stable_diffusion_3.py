@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bridges.judges import PipelineJudge
-from grpo_jax.config.fields import PositiveCount, resume_mutable
 
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
@@ -17,8 +15,6 @@ class StableDiffusion3(PipelineJudge):
 
     use_t5: bool = True
     """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""
-    batch_size: PositiveCount = resume_mutable(32)
-    """Pictures drawn at once."""
 
     def check(self) -> None:
         """Refuse a pipeline that is not there or of another kind; no weight is read."""
@@ -28,14 +24,12 @@ class StableDiffusion3(PipelineJudge):
 
     def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N"; only safetensors are read, and no code beside them is run."""
-        from bridges.diffusion import RenderSettings, load_stable_diffusion_3
+        from bridges.diffusion import load_stable_diffusion_3
 
-        training = RenderSettings(self.steps, self.guidance, self.size, batch_size=self.batch_size)
         return load_stable_diffusion_3(
             self.path,
             device,
-            training,
-            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
+            *self.settings(),
             dtype=self.dtype,
             use_t5=self.use_t5,
             cache_megabytes=self.cache_megabytes,

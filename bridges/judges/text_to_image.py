@@ -38,13 +38,15 @@ class TextToImage(PipelineJudge):
 
     def check(self) -> None:
         """Refuse a pipeline that is not there or of another kind, and fields that it ignores; no weight is read."""
+        from bridges.loading import local_folder
+
         _, _, kind = self._find()
         takes = inspect.signature(kind.__call__).parameters
         for name in ("negative_prompt", "max_sequence_length"):
             default = not getattr(self, name) or name in takes
             require(default, name, f"its default, as a {kind.__name__} takes none", getattr(self, name))
-        if self.lora:
-            find_lora(self.lora)
+        if self.lora and not Path(self.lora).expanduser().is_file():
+            local_folder(self.lora)
 
     def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
         """Find the pipeline, its table of contents and its class; no weight is read."""
@@ -66,7 +68,7 @@ class TextToImage(PipelineJudge):
         Raises:
             UserError: No such pipeline or LoRA; weights that are missing, broken, gated or do not fit.
         """
-        from bridges.diffusion import Renderer, RenderError, RenderSettings, denoiser, load_pipeline
+        from bridges.diffusion import Renderer, RenderError, denoiser, load_pipeline
         from bridges.loading import DTYPES, torch_device
 
         self.check()
@@ -82,18 +84,10 @@ class TextToImage(PipelineJudge):
             )
         if self.lora:
             _merge_lora(pipeline, self.lora)
-        training = RenderSettings(
-            self.steps,
-            self.guidance,
-            self.size,
-            batch_size=self.batch_size,
-            negative_prompt=self.negative_prompt or None,
-        )
         renderer = Renderer(
             pipeline,
             target,
-            training,
-            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
+            *self.settings(self.negative_prompt or None),
             name=self.path,
             cache_megabytes=self.cache_megabytes,
             length=self.max_sequence_length or None,
@@ -112,22 +106,6 @@ class TextToImage(PipelineJudge):
         return renderer_memory(self)
 
 
-def find_lora(path: str) -> Path | str:
-    """Find LoRA weights, a folder, a safetensors file or a hub id; UserError if a folder's file is ambiguous."""
-    from bridges.loading import local_folder
-
-    file = Path(path).expanduser()
-    if file.is_file():
-        return file
-    folder = local_folder(path)
-    if folder is None:
-        return path
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    clear = len(files) == 1 or "pytorch_lora_weights.safetensors" in files
-    require(clear, f"lora {path}", "a folder with one safetensors file, or the name of a file", files)
-    return folder
-
-
 def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
     """Replacements of parts that the folder lacks or that would paint the pictures."""
     parts: dict[str, object] = {name: None for name, value in index.items() if value == [None, None]}
@@ -142,7 +120,7 @@ def _merge_lora(pipeline: DiffusionPipeline, path: str) -> None:
 
     require(hasattr(pipeline, "load_lora_weights"), "lora", f"none, as a {type(pipeline).__name__} takes none", path)
     with loading(f"LoRA weights from {path}"):
-        pipeline.load_lora_weights(find_lora(path), use_safetensors=True)
+        pipeline.load_lora_weights(str(Path(path).expanduser()), use_safetensors=True)
         fitting = pipeline.get_list_adapters()
         require(fitting, f"lora {path}", f"weights of a {type(pipeline).__name__}", "those of another")
         pipeline.fuse_lora(components=list(fitting))  # by default FLUX's text encoder is left out

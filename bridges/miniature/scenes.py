@@ -39,21 +39,8 @@ SYNONYMS: dict[str, tuple[str, str]] = {
 
 JOINERS = ("and", "with", "beside")
 
-_FAR = 8.0
-_CENTRES = {
-    "one": ((0, 0),),
-    "two": ((-_FAR, 0), (_FAR, 0)),
-    "three": ((0, -_FAR), (-_FAR, _FAR), (_FAR, _FAR)),
-    "four": ((-_FAR, -_FAR), (_FAR, -_FAR), (-_FAR, _FAR), (_FAR, _FAR)),
-    "left": ((-_FAR, 0), (_FAR, 0)),
-    "right": ((_FAR, 0), (-_FAR, 0)),
-    "above": ((0, -_FAR), (0, _FAR)),
-    "below": ((0, _FAR), (0, -_FAR)),
-}
-"""Where the objects of a layout stand, x to the right and y down from the middle; the first is the one named first."""
-
-_SCALE = 1.12  # of the first world's small shapes
-_COLOUR_VALUES = np.array([world.PALETTE[name] for name in COLOURS])
+SCALE = 1.12  # of the first world's small shapes
+COLOUR_VALUES = np.array([world.PALETTE[name] for name in COLOURS])
 _INK, _SMALLEST = 0.35, 8  # distance from white of what counts as drawn, and pixels of the smallest object
 _EXPLAINED = 0.5  # an object the nearest shape explains less of than this has none
 
@@ -67,43 +54,7 @@ class Found(NamedTuple):
     y: float
 
 
-def sample_indices(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Scenes of every split as positions in LAYOUTS, SHAPES, COLOURS, SHAPES, COLOURS: i64[count, 5].
-
-    Where the layout is a number the second object is the first; else they differ in shape, in colour or in both.
-    """
-    things = len(SHAPES) * len(COLOURS)
-    first = rng.integers(things, size=count)
-    second = (first + rng.integers(1, things, size=count)) % things
-    layout = np.where(rng.random(count) < 0.4, rng.integers(0, 4, count), rng.integers(4, 8, count))
-    second = np.where(layout < len(NUMBERS), first, second)
-    return np.stack([layout, *np.divmod(first, len(COLOURS)), *np.divmod(second, len(COLOURS))], axis=1)
-
-
-def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-    """Draw scenes, as indices [n, 5], to f32 [n, 3, 32, 32] in [0, 1].
-
-    With an rng, place, size and colour of each object vary a little.
-    """
-    rows = np.atleast_2d(rows)
-    pictures = np.full((len(rows), 3, SIZE, SIZE), world.PALETTE["white"][0])
-    for slot in range(len(NUMBERS)):
-        here = np.array([i for i, row in enumerate(rows) if slot < len(_CENTRES[LAYOUTS[row[0]]])], int)
-        if not len(here):
-            continue
-        shape, colour = rows[here, 3 if slot else 1], rows[here, 4 if slot else 2]
-        centre = np.array([_CENTRES[LAYOUTS[layout]][slot] for layout in rows[here, 0]], float)
-        scale, tint = np.full(len(here), _SCALE), np.zeros((len(here), 3))
-        if rng is not None:
-            centre += rng.uniform(-0.5, 0.5, centre.shape)
-            scale *= rng.uniform(0.97, 1.03, len(here))
-            tint = rng.uniform(-0.02, 0.02, tint.shape)
-        alpha = _coverage(shape, centre, scale)[:, None]
-        pictures[here] += alpha * ((_COLOUR_VALUES[colour] + tint)[:, :, None, None] - pictures[here])
-    return np.clip(pictures, 0.0, 1.0).astype(np.float32)
-
-
-def _coverage(shape: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def coverage(shape: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Fraction of each pixel that sharp shapes [n] cover, [n, 32, 32]."""
     rows = np.zeros((len(shape), len(world.ATTRIBUTES)), int)
     rows[:, 0] = shape
@@ -112,7 +63,7 @@ def _coverage(shape: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.nd
 
 def _template_offsets() -> np.ndarray:
     """From each shape's centre to the middle of its pixels, [6, 2]."""
-    masks = _coverage(np.arange(len(SHAPES)), np.zeros((len(SHAPES), 2)), np.full(len(SHAPES), _SCALE))
+    masks = coverage(np.arange(len(SHAPES)), np.zeros((len(SHAPES), 2)), np.full(len(SHAPES), SCALE))
     middles = np.array([ndimage.center_of_mass(mask)[::-1] for mask in masks])
     return middles - (SIZE - 1) / 2
 
@@ -136,14 +87,14 @@ def read(image: np.ndarray) -> list[Found]:
             continue
         ink = np.sqrt((difference**2).sum(0)[region])
         inner = image[:, region][:, ink >= np.median(ink)]
-        colour = int(((np.median(inner, axis=1) - _COLOUR_VALUES) ** 2).sum(1).argmin())
-        contrast = _COLOUR_VALUES[colour] - world.PALETTE["white"][0]
+        colour = int(((np.median(inner, axis=1) - COLOUR_VALUES) ** 2).sum(1).argmin())
+        contrast = COLOUR_VALUES[colour] - world.PALETTE["white"][0]
         around = ndimage.binary_dilation(region, np.ones((3, 3)))
         alpha = np.where(around, np.einsum("c,chw->hw", contrast, difference) / (contrast @ contrast), 0.0)
         alpha = np.clip(alpha, 0.0, 1.0)
         y, x = ndimage.center_of_mass(alpha)
         centres = np.array([x, y]) - (SIZE - 1) / 2 - _OFFSETS
-        masks = _coverage(np.arange(len(SHAPES)), centres, np.full(len(SHAPES), _SCALE))
+        masks = coverage(np.arange(len(SHAPES)), centres, np.full(len(SHAPES), SCALE))
         missed = ((masks - alpha) ** 2).sum((1, 2))
         best = int(missed.argmin())
         shape = SHAPES[best] if missed[best] < (1 - _EXPLAINED) * (alpha**2).sum() else ""
@@ -175,15 +126,6 @@ def _stands(one: Found, other: Found, place: str) -> bool:
 def pixel_accuracy(images: np.ndarray, requested: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """1 for each picture [n, 3, 32, 32] that shows all that was requested and nothing else, 0 for others: f64[n]."""
     return np.array([shows(read(image), wanted) for image, wanted in zip(images, requested, strict=True)], float)
-
-
-def request_of(row: np.ndarray) -> dict[str, Any]:
-    """The request for everything in a scene, i64[5]."""
-    layout, shape, colour, other, its_colour = (int(index) for index in row)
-    if layout < len(NUMBERS):
-        return {"objects": [[SHAPES[shape], COLOURS[colour]]] * (layout + 1), "place": None}
-    objects = [[SHAPES[shape], COLOURS[colour]], [SHAPES[other], COLOURS[its_colour]]]
-    return {"objects": objects, "place": LAYOUTS[layout]}
 
 
 def canonical_caption(requested: Mapping[str, Any]) -> str:

@@ -10,9 +10,14 @@ that no training can exploit it.
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 SIZE = 32
 """Height and width of a picture in pixels."""
@@ -77,7 +82,7 @@ SPLITS = ("train", "validation", "test")
 
 _RADII = np.array([5.0, 7.2, 10.0])
 _OFFSETS = np.array([[0.0, 0.0], [0.0, -5.5], [0.0, 5.5], [-5.5, 0.0], [5.5, 0.0]])  # x, y
-_COLOURS = np.array(list(PALETTE.values()))
+COLOURS = np.array(list(PALETTE.values()))
 _BLUR_SIGMA = 1.5
 _EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is unreadable
 
@@ -94,13 +99,8 @@ class Scene:
     sharpness: str
 
 
-def indices(scene: Scene) -> np.ndarray:
-    """The attributes as positions in `VALUES`: i64[6]."""
-    return np.array([VALUES[name].index(word) for name, word in zip(ATTRIBUTES, astuple(scene), strict=True)])
-
-
 def scene_of(row: np.ndarray) -> Scene:
-    """The inverse of `indices`."""
+    """The scene of attributes as positions in `VALUES`, i64[6]."""
     return Scene(*(VALUES[name][int(i)] for name, i in zip(ATTRIBUTES, row, strict=True)))
 
 
@@ -181,23 +181,6 @@ def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndar
     return alpha
 
 
-def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-    """Draw scenes, as indices [n, 6], to f32 [n, 3, 32, 32] in [0, 1].
-
-    With an rng, place, size and colours vary a little, as in photographs.
-    """
-    rows = np.atleast_2d(rows)
-    n = len(rows)
-    centre, scale, tint = np.zeros((n, 2)), np.ones(n), np.zeros((n, 2, 3))
-    if rng is not None:
-        centre, scale = rng.uniform(-0.5, 0.5, (n, 2)), rng.uniform(0.97, 1.03, n)
-        tint = rng.uniform(-0.02, 0.02, (n, 2, 3))
-    alpha = coverage(rows, centre, scale)[:, None]
-    front = (_COLOURS[rows[:, 1]] + tint[:, 0])[:, :, None, None]
-    back = (_COLOURS[rows[:, 4]] + tint[:, 1])[:, :, None, None]
-    return np.clip(back + alpha * (front - back), 0.0, 1.0).astype(np.float32)
-
-
 @functools.cache
 def _templates() -> tuple[np.ndarray, np.ndarray]:
     """Ideal coverages [M, 1024] of every shape, size, position and sharpness, with their scenes [M, 6]."""
@@ -223,9 +206,9 @@ def read(images: np.ndarray) -> np.ndarray:
     n = len(images)
     border = np.concatenate([images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], axis=2)
     back = np.median(border, axis=2)
-    background = np.argmin(((back[:, None] - _COLOURS) ** 2).sum(-1), axis=1)
+    background = np.argmin(((back[:, None] - COLOURS) ** 2).sum(-1), axis=1)
     difference = (images - back[:, :, None, None]).reshape(n, 3, -1)
-    contrast = _COLOURS[None] - back[:, None]  # [n, 8, 3]
+    contrast = COLOURS[None] - back[:, None]  # [n, 8, 3]
     overlap = np.einsum("nkc,ncs->nks", contrast, difference) @ masks.T  # [n, 8, M]
     cost = (contrast**2).sum(-1)[..., None] * (masks**2).sum(-1) - 2 * overlap
     cost[np.arange(n), background] = np.inf
@@ -311,3 +294,88 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
         text, requested = casual_prompt(rng, sample_scene(rng, split))
         rows.setdefault(text, {"prompt": text, "requested": requested, "oracle": oracle_rewrite(requested)})
     return list(rows.values())
+
+
+# ------------------------------------------------------------------------------------------------ the hidden lens
+#
+# A lens is drawn from a picture's seed: the same for every picture of that seed, unknown from the words, plain in the
+# picture. It turns the colours round two wheels by some places, and in half of all cases mirrors left and right. Any
+# colour of a wheel comes out equally often: a guess is right in a quarter of cases. Words and picture together reveal
+# the lens, and with it the words that undo it. In half of the turns these are neither the words that were said nor
+# those of what is seen, so that neither repeating nor describing is enough.
+#
+# A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline):
+# edges and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
+
+Images = TypeVar("Images", np.ndarray, "torch.Tensor")
+WHEELS = (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan"))
+"""Wheels of equal length. A lens takes each colour some places further on its wheel."""
+
+_STREAM = 7_021  # what this seed is for: the noise of the same picture has the same seed
+_MIRRORED = {"left": "right", "right": "left"}
+
+
+class Lens(NamedTuple):
+    """A lens: places that colours turn on their wheels, and whether left and right change places."""
+
+    turn: int = 0
+    mirrored: bool = False
+
+
+def lens_of(seed: int) -> Lens:
+    """The lens of all pictures drawn from a seed; every turn, mirrored or not, is equally likely."""
+    state = np.random.SeedSequence([_STREAM, seed % 2**32, seed // 2**32]).generate_state(1)[0]
+    places = len(WHEELS[0])
+    return Lens(int(state % places), bool(state // places % 2))
+
+
+def seen(words: str, lens: Lens) -> str:
+    """The words of what a lens shows of these words' picture."""
+    return " ".join(_seen(word, lens) for word in words.split())
+
+
+def _seen(word: str, lens: Lens) -> str:
+    for wheel in WHEELS:
+        if word in wheel:
+            return wheel[(wheel.index(word) + lens.turn) % len(wheel)]
+    return _MIRRORED.get(word, word) if lens.mirrored else word
+
+
+def undone(words: str, lens: Lens) -> str:
+    """The words whose picture looks through a lens as these say: the best, where these would be without it."""
+    return seen(words, lens._replace(turn=-lens.turn))
+
+
+def look(images: Images, lenses: Sequence[Lens]) -> Images:
+    """Return new pictures, float [n, 3, H, W] in [0, 1] of NumPy or torch, seen through n lenses."""
+    images = images + 0
+    for turn in {lens.turn for lens in lenses if lens.turn}:
+        rows = [i for i, lens in enumerate(lenses) if lens.turn == turn]
+        images[rows] = _turned_pixels(images[rows], Lens(turn))
+    rows = [i for i, lens in enumerate(lenses) if lens.mirrored]
+    if rows:
+        images[rows] = images[rows][..., list(range(images.shape[-1]))[::-1]]
+    return images
+
+
+def _turned_pixels(images: Images, lens: Lens) -> Images:
+    """Map every pixel's colour of pictures [n, 3, H, W] by the spline of a lens."""
+    constant = getattr(images, "new_tensor", functools.partial(np.asarray, dtype=images.dtype))
+    places, weights = (constant(array) for array in _spline(lens))
+    n, _, height, width = images.shape
+    pixels = images.reshape(n, 3, 1, height * width)
+    distance = ((pixels - places.T[None, :, :, None]) ** 2).sum(1) ** 0.5  # [n, 8, pixels]
+    moved = weights[:8].T @ distance + weights[8:11].T @ pixels[:, :, 0] + weights[11][:, None]
+    return moved.reshape(n, 3, height, width).clip(0.0, 1.0)
+
+
+@functools.cache
+def _spline(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
+    """The palette [8, 3], and the weights [12, 3] of distances to it (8), of the colour itself (3), and of one."""
+    names = list(PALETTE)
+    places = np.array([PALETTE[name] for name in names])
+    goals = np.array([PALETTE[_seen(name, lens)] for name in names])
+    distance = np.linalg.norm(places[:, None] - places[None], axis=-1)
+    flat = np.concatenate([places, np.ones((8, 1))], axis=1)
+    system = np.block([[distance, flat], [flat.T, np.zeros((4, 4))]])
+    return places, np.linalg.solve(system, np.concatenate([goals, np.zeros((4, 3))]))

@@ -2,16 +2,141 @@
 
 `open_retriever` gives a `Retriever` over one of two backends with equal results: in this process, or actors of a
 Ray cluster that `python -m bridges.retrieval serve` starts.
+
+A failed call is tried again after a pause. If it keeps failing, its ranks are missing (NaN), which a reward must pass
+on as missing; if too many calls go missing, training stops. No failure is ever turned into a rank.
 """
 
-from collections.abc import Sequence
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from bridges.retrieval.local import History, local_backend
-from bridges.retrieval.ranking import NonFiniteScores, RetrievalError, ServiceNotFound
-from bridges.retrieval.retriever import Backend, Retriever
+import numpy as np
+
+from bridges.retrieval.encoders import Fingerprint, NonFiniteScores, RetrievalError
+from bridges.retrieval.ranking import Counts, History, Queries, Ranks, local_backend, make_queries, ranks_of
 from grpo_jax.config.sections import RetrievalSection
+from grpo_jax.errors import StopRun, UserError
 
-__all__ = ["History", "NonFiniteScores", "RetrievalError", "ServiceNotFound", "local_backend", "open_retriever"]
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Tries of one call before its ranks count as missing."""
+BUDGET, WINDOW = 5, 100
+"""Calls that may go missing among the last WINDOW; one more stops the run."""
+_ASKED = 256  # titles of a self-test
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before a second attempt; each further pause is twice as long, up to the longest."""
+
+
+class Backend(Protocol):
+    """Encodes queries and compares them with the N items of the catalogue."""
+
+    fingerprint: Fingerprint
+
+    def count(self, parts: Sequence[Queries]) -> list[Counts]:
+        """Count over the whole catalogue for each part of a call; RetrievalError if that fails."""
+        ...
+
+
+class Retriever:
+    """Ranks targets among all items of the catalogue."""
+
+    def __init__(self, backend: Backend, *, wait: Callable[[float], None] = time.sleep):
+        """Take a backend; `wait` pauses for a number of seconds."""
+        self.backend, self.fingerprint = backend, backend.fingerprint
+        self._wait = wait
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+
+    def score_ranks(
+        self,
+        texts: Sequence[str],
+        targets: Sequence[int],
+        exclude: Sequence[Sequence[int]],
+        history: History | None = None,
+    ) -> Ranks:
+        """Return the rank of each target when all items are sorted by their similarity to the text.
+
+        Args:
+            texts: B queries; an empty one, or one without a known word, puts its target last if there is no history.
+            targets: B rows of the catalogue.
+            exclude: For each query, rows that are not ranked (the history); its target is ranked all the same.
+            history: Items taken before, as a part of the queries; None for the text alone.
+
+        Returns:
+            Ranks; all NaN if the call failed within the budget.
+
+        Raises:
+            StopRun: More calls failed than the budget allows.
+        """
+        if not len(texts):
+            return Ranks(np.zeros(0), np.zeros(0, np.float32))
+        ranks = self._retried(make_queries(texts, targets, exclude, history))
+        return ranks or Ranks(np.full(len(texts), np.nan), np.full(len(texts), np.nan, np.float32))
+
+    def self_test(self, titles: Sequence[str], *, required: float = 0.9) -> float:
+        """Return the share of up to 256 titles, evenly spread, that rank first when they are the query.
+
+        Other items of the very same title are left out: nothing tells them apart. Different titles that the encoder
+        finds alike are ties, as they are in a run.
+
+        Args:
+            titles: Of the catalogue.
+            required: The least share.
+
+        Raises:
+            UserError: The share is too low.
+            RetrievalError: The service does not answer.
+        """
+        rows = [row for row, title in enumerate(titles) if title.strip()]
+        picked = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, min(_ASKED, len(rows))).astype(int))]
+        if not picked:
+            raise UserError("the catalogue has no title that is not blank")
+        called: dict[str, list[int]] = {}
+        for row in rows:
+            called.setdefault(titles[row], []).append(row)
+        ranks = self._ranks(
+            make_queries([titles[row] for row in picked], picked, [called[titles[row]] for row in picked])
+        )
+        share = float(np.mean(ranks.rank == 1))
+        if share < required:
+            raise UserError(
+                f"retrieval self-test: {share:.0%} of {len(picked)} titles retrieve themselves, at least "
+                f"{required:.0%} should; the encoder ({self.fingerprint.encoder}) does not tell these titles apart, "
+                "or the vectors were not made from them"
+            )
+        return share
+
+    def _ranks(self, parts: Sequence[Queries]) -> Ranks:
+        counts = Counts(*map(np.concatenate, zip(*self.backend.count(parts), strict=True)))
+        # -inf is the sum over no item; NaN and +inf are failures
+        bad = ~np.isfinite(counts.score) | np.isnan(counts.log_sum) | np.isposinf(counts.log_sum)
+        if bad.any():
+            raise NonFiniteScores(f"{bad.sum()} of {len(bad)} scores are not finite")
+        return ranks_of(counts)
+
+    def _retried(self, parts: Sequence[Queries]) -> Ranks | None:
+        """Return ranks after some attempts; None if all failed within the budget."""
+        for attempt in range(ATTEMPTS):
+            try:
+                ranks = self._ranks(parts)
+            except RetrievalError as error:
+                last = error
+                _log.warning("retrieval: attempt %d of %d failed: %s", attempt + 1, ATTEMPTS, error)
+                if attempt + 1 < ATTEMPTS:
+                    self._wait(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE))
+                continue
+            self._failed.append(False)
+            return ranks
+        self._failed.append(True)
+        if sum(self._failed) > BUDGET:
+            raise StopRun(
+                f"the retrieval failed in {sum(self._failed)} of the last {len(self._failed)} calls (the budget is "
+                f"{BUDGET}); the last time: {type(last).__name__}: {last}"
+            ) from last
+        return None
 
 
 def open_retriever(

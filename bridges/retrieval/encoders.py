@@ -1,4 +1,4 @@
-"""Texts as unit vectors: TF-IDF, which needs no weights, or any sentence-transformers model.
+"""Texts as unit vectors, by TF-IDF or any sentence-transformers model; those of a catalogue are kept in a folder.
 
 A text's vector may depend, in its last bits, on the texts it is encoded with. Nothing is remembered between calls, and
 every backend encodes the same batches: a resumed run sees the scores of an uninterrupted one.
@@ -6,34 +6,38 @@ every backend encodes the same batches: a resumed run sees the scores of an unin
 
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.ranking import NonFiniteScores, Vectors
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
+Vectors = np.ndarray | sparse.csr_matrix
+
 BATCH = 64
+_FORMAT = 2  # of the folder; part of its name
 WORD = r"(?u)\b\w+\b"
 """A word of a title; by default scikit-learn drops those of one character."""
 
 
-class Encoder(Protocol):
-    """Turns texts into vectors; equal `identity` means equal vectors, wherever the encoder's files lie.
+class RetrievalError(RuntimeError):
+    """A call gave no ranks: no answer in its time, an actor that stays dead, a cluster that is gone."""
 
-    `emphasis` f32 [E] is the factor of the sum of a history's vectors; None for encoders that have none.
-    """
 
-    identity: str
-    emphasis: np.ndarray | None
+class ServiceNotFound(RetrievalError, UserError):
+    """No retrieval service of that name runs; the message says how to start one."""
 
-    def encode(self, texts: Sequence[str]) -> Vectors:
-        """Encode one batch of texts as f32 [B, E], rows of length 1, or 0 where a text has no known content."""
-        ...
+
+class NonFiniteScores(RetrievalError):
+    """A vector or a score is NaN or infinite."""
 
 
 class TfidfEncoder:
@@ -57,7 +61,7 @@ class TfidfEncoder:
         self.identity = f"tfidf-{digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
 
     def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
-        """`Encoder.encode`, sparse, a column for each word."""
+        """Encode texts as sparse f32 [B, words], rows of length 1, or 0 where a text has no known word."""
         return sparse.csr_matrix(self._vectorizer.transform(texts))
 
 
@@ -79,16 +83,11 @@ class SentenceEncoder:
 
     def __init__(self, model: str, *, device: str = "cpu"):
         """Load "./folder", or "owner/name" from the hub, onto "cpu" or "gpu:N"; UserError if it cannot be loaded."""
-        folder = Path(model).expanduser()
-        if folder.is_dir() and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-            raise UserError(f"encoder {model}: the folder holds neither modules.json nor config.json")
+        from sentence_transformers import SentenceTransformer
+
         from bridges.loading import first_line, local_folder, torch_device
 
         folder = local_folder(model)
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise UserError(f"encoder {model}: install sentence-transformers (grpo_jax[recommendation])") from error
         if folder is not None:
             _require_no_code(folder)
         try:
@@ -100,7 +99,7 @@ class SentenceEncoder:
         self.identity = f"sentence-{digest(_parts_of(self._model))}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """`Encoder.encode`, dense."""
+        """Encode texts as f32 [B, width], rows of length 1, or 0 where a text is blank."""
         vectors = np.zeros((len(texts), self._width), np.float32)
         nonempty = [row for row, text in enumerate(texts) if text.strip()]
         if nonempty:
@@ -112,6 +111,13 @@ class SentenceEncoder:
                 show_progress_bar=False,
             )
         return vectors
+
+
+Encoder = TfidfEncoder | SentenceEncoder
+"""Turns texts into vectors; equal `identity` means equal vectors, wherever the encoder's files lie.
+
+`emphasis` f32 [E] is the factor of the sum of a history's vectors, None without one.
+"""
 
 
 def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> Encoder:
@@ -167,3 +173,71 @@ def digest(parts: Iterable[bytes | str]) -> str:
         total.update(len(data).to_bytes(8, "little"))
         total.update(data)
     return total.hexdigest()[:16]
+
+
+class Fingerprint(NamedTuple):
+    """Digests of catalogue (titles in their order) and encoder; stored in checkpoints."""
+
+    catalogue: str
+    encoder: str
+
+
+class Index(NamedTuple):
+    """A catalogue as vectors f32 [N, E]: sparse for TF-IDF, dense ones of a folder as a memory map."""
+
+    vectors: Vectors
+    fingerprint: Fingerprint
+    folder: Path | None
+
+
+def cache_folder() -> Path:
+    """Return `$XDG_CACHE_HOME/grpo_jax/retrieval`, by default under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_jax" / "retrieval"
+
+
+def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
+    """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
+    own = digest(titles)
+    fingerprint = Fingerprint(f"{len(titles)} titles, {own}", encoder.identity)
+    if cache is None:
+        return Index(encode_titles(encoder, titles), fingerprint, None)
+    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{own}-{_FORMAT}"
+    try:
+        if not folder.is_dir():
+            save_index(folder, titles, encode_titles(encoder, titles), fingerprint)
+        return load_index(folder)
+    except OSError as error:
+        raise UserError(f"the cache of the retrieval cannot be used: {error}") from error
+
+
+def load_index(folder: str | Path) -> Index:
+    """Load a folder's vectors; UserError if it is damaged."""
+    folder = Path(folder)
+    dense = folder / "vectors.npy"
+    try:
+        fingerprint = Fingerprint(**load_json(folder / "meta.json")["fingerprint"])
+        vectors = np.load(dense, mmap_mode="r") if dense.is_file() else sparse.load_npz(folder / "vectors.npz")
+    except Exception as error:  # zipfile and NumPy have many
+        raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error
+    return Index(vectors, fingerprint, folder)
+
+
+def load_titles(folder: str | Path) -> list[str]:
+    """Return the titles of a folder's vectors."""
+    return load_json(Path(folder) / "meta.json")["titles"]
+
+
+def save_index(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:
+    """Write under another name first, so that the folder is there whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+    try:
+        save = sparse.save_npz if sparse.issparse(vectors) else np.save
+        save(draft / "vectors", vectors)
+        meta = {"fingerprint": fingerprint._asdict(), "titles": list(titles)}
+        (draft / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        draft.chmod(0o755)
+        with suppress(OSError):  # another process was first, with the same content
+            draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -7,30 +7,21 @@ Scores are cosine similarities. Two that differ by no more than TOLERANCE are a 
 sum in another order, must not be ranked by a rounding. Ties count against the target.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 
-from grpo_jax.errors import UserError
+from bridges.retrieval.encoders import Encoder, Index, Vectors, check_finite, directions, load_encoder, open_index
+from grpo_jax.config.sections import RetrievalSection
 
-Vectors = np.ndarray | sparse.csr_matrix
-
+QUERIES = 64
+"""Encoded and compared at once, by every backend: a text's last bits may depend on those beside it."""
+_BLOCK = 65536  # items at a time
 TEMPERATURE = 0.05
 """Of the softmax over the similarities."""
 TOLERANCE = 1e-6
-
-
-class RetrievalError(RuntimeError):
-    """A call gave no ranks: no answer in its time, an actor that stays dead, a cluster that is gone."""
-
-
-class ServiceNotFound(RetrievalError, UserError):
-    """No retrieval service of that name runs; the message says how to start one."""
-
-
-class NonFiniteScores(RetrievalError):
-    """A vector or a score is NaN or infinite."""
 
 
 class Counts(NamedTuple):
@@ -89,3 +80,134 @@ def leave_out(scores: np.ndarray, out: np.ndarray) -> None:
     """Set -inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
     inside = (out >= 0) & (out < scores.shape[1])
     scores[np.nonzero(inside)[0], out[inside]] = -np.inf
+
+
+class History(NamedTuple):
+    """Items taken before, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
+
+    v_i are the vectors of the items' titles and e the encoder's emphasis (for TF-IDF each word's idf, once more).
+    A query whose text is the zero vector is its history alone.
+
+    Attributes:
+        rows: B lists of rows of the catalogue, oldest first; the newest has age 0.
+        weight: a, at least 0.
+        decay: In [0, 1].
+    """
+
+    rows: Sequence[Sequence[int]]
+    weight: float
+    decay: float
+
+
+class Queries(NamedTuple):
+    """Up to QUERIES queries.
+
+    Attributes:
+        texts: B texts.
+        targets: i32 [B], rows; -1 where no item's rank is asked for.
+        exclude: i32 [B, X], rows that are not ranked, padded with -1; never the target.
+        history: Of the queries; None for texts alone.
+    """
+
+    texts: Sequence[str]
+    targets: np.ndarray
+    exclude: np.ndarray
+    history: History | None
+
+
+def make_queries(
+    texts: Sequence[str],
+    targets: Sequence[int] | None,
+    exclude: Sequence[Sequence[int]],
+    history: History | None = None,
+) -> list[Queries]:
+    """Return a call in parts of QUERIES; `targets` is None where no item's rank is asked for."""
+    rows = np.full(len(texts), -1) if targets is None else np.asarray(targets, np.int64)
+    parts = []
+    for start in range(0, len(texts), QUERIES):
+        part = slice(start, start + QUERIES)
+        others = [sorted({*out} - {int(row)}) for out, row in zip(exclude[part], rows[part], strict=True)]
+        padded = np.full((len(others), max(map(len, others))), -1, np.int32)
+        for line, out in zip(padded, others, strict=True):
+            line[: len(out)] = out
+        taken = history and history._replace(rows=history.rows[part])
+        parts.append(Queries(texts[part], rows[part].astype(np.int32), padded, taken))
+    return parts
+
+
+class LocalBackend:
+    """An encoder and the catalogue's unit vectors on the CPU, sparse ones (TF-IDF) or dense ones.
+
+    See `retriever.Backend`. Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
+    """
+
+    def __init__(self, encoder: Encoder, index: Index, *, block: int = _BLOCK):
+        """Take an encoder and its index; how many items are compared at a time does not change results."""
+        self._encoder, self._vectors, self.fingerprint = encoder, index.vectors, index.fingerprint
+        starts = range(0, index.vectors.shape[0], block)
+        self._blocks = [(start, _block(index.vectors, start, start + block)) for start in starts]
+
+    def count(self, parts: Sequence[Queries]) -> list[Counts]:
+        """See `retriever.Backend`."""
+        return [self._count(part) for part in parts]
+
+    def _count(self, queries: Queries) -> Counts:
+        vectors, own = self._query_vectors(queries), self._vectors[queries.targets]
+        products = vectors.multiply(own) if sparse.issparse(vectors) else vectors * own
+        score = np.asarray(products.sum(1), np.float64).reshape(-1)
+        out = np.concatenate([queries.targets[:, None], queries.exclude], axis=1)
+        return merge_counts(
+            [count_scores(_dense(vectors @ items), score, out - first) for first, items in self._blocks]
+        )
+
+    def nearest(
+        self, texts: Sequence[str], count: int, exclude: Sequence[Sequence[int]], history: History | None = None
+    ) -> list[list[tuple[int, float]]]:
+        """Return the rows most similar to each text and their cosines, best first; the first of equal ones first.
+
+        Rows in `exclude` are not listed; fewer than `count` come where fewer are left.
+        """
+        listed = []
+        for queries in make_queries(texts, None, exclude, history):
+            vectors = self._query_vectors(queries)
+            scores = np.concatenate([_dense(vectors @ items) for _, items in self._blocks], axis=1)
+            leave_out(scores, queries.exclude)
+            best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+            pairs = zip(best.tolist(), np.take_along_axis(scores, best, axis=1).tolist(), strict=True)
+            listed += [[pair for pair in zip(*both, strict=True) if pair[1] > -np.inf] for both in pairs]
+        return listed
+
+    def _query_vectors(self, queries: Queries) -> Vectors:
+        """Return unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E]."""
+        texts = self._encoder.encode(queries.texts)
+        check_finite(texts, queries.texts)
+        vectors = directions(texts)
+        if queries.history is None:
+            return vectors
+        rows, weight, decay = queries.history
+        lengths = [len(one) for one in rows]
+        ages = np.concatenate([np.arange(length)[::-1] for length in lengths])
+        places = (np.repeat(np.arange(len(rows)), lengths), np.array([row for one in rows for row in one], np.int64))
+        weights = sparse.csr_matrix(
+            (np.power(decay, ages).astype(np.float32), places), (len(rows), self._vectors.shape[0])
+        )
+        taken = weights @ self._vectors
+        if self._encoder.emphasis is not None:
+            taken = sparse.csr_matrix(taken.multiply(self._encoder.emphasis))
+        return directions(vectors + weight * directions(taken))
+
+
+def _block(vectors: Vectors, start: int, end: int) -> Vectors:
+    """Return items from `start` to `end` as columns."""
+    block = vectors[start:end]
+    return block.T.tocsr() if sparse.issparse(block) else block.T
+
+
+def _dense(scores: Vectors) -> np.ndarray:
+    return scores.toarray() if sparse.issparse(scores) else np.asarray(scores)
+
+
+def local_backend(titles: Sequence[str], section: RetrievalSection = RetrievalSection()) -> LocalBackend:
+    """Load the encoder, and make or load the catalogue's vectors."""
+    encoder = load_encoder(section.encoder, titles, device=section.device)
+    return LocalBackend(encoder, open_index(titles, encoder, section.cache))

@@ -111,7 +111,7 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str = ""
-    """Hugging Face folder or hub id (docs/policies.md: which models), a policy of the package by its name, or "new"."""
+    """Hugging Face folder or hub id (docs/policies.md lists models), a policy of the package by its name, or "new"."""
     new: NewPolicySection = Field(default_factory=NewPolicySection)
     """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"
@@ -161,7 +161,7 @@ class DataSection(Section):
     """User message to a chat policy in the rewrite form, {prompt} being the user's prompt. Empty: the prompt alone."""
     system_prompt: str = ""
     """System message of conversations that begin with none; empty for the chat template's default."""
-    tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
+    tools: Annotated[list[dict[str, Any] | str], BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
     chat_template_options: Options = {}
@@ -188,15 +188,13 @@ class DataSection(Section):
     @property
     def template_options(self) -> dict[str, Any]:
         """Options of the chat template, the same for all rows, without tools by name."""
-        schemas = [] if isinstance(self.tools, str) else [tool for tool in self.tools if not isinstance(tool, str)]
-        tools = {"tools": schemas} if schemas else {}
-        return {"enable_thinking": False, **self.chat_template_options, **tools}
+        schemas = [tool for tool in self.tools if not isinstance(tool, str)]
+        return {"enable_thinking": False, **self.chat_template_options, **({"tools": schemas} if schemas else {})}
 
     @property
     def tool_names(self) -> tuple[str, ...]:
         """Import paths of tools that can be called."""
-        tools = [self.tools] if isinstance(self.tools, str) else self.tools
-        return tuple(tool for tool in tools if isinstance(tool, str))
+        return tuple(tool for tool in self.tools if isinstance(tool, str))
 
 
 class SamplingSection(Section):

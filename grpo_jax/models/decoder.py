@@ -81,29 +81,40 @@ class Decoder(nn.Module):
         along a leading axis, or a list. Unstacked layers take those they read, if any, from `cached_inputs`.
         """
         architecture = architecture_of(self.config)
-        x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
-        x = x if self.spread is None else self.spread.embedded(x)
-        if self.config.embedding_scale != 1:
-            x = x * jnp.asarray(self.config.embedding_scale, self.dtype)
-        x = embed_pictures(x, context.vision)
-        if architecture.learned_positions:
-            # Past the table's end comes NaN, never another token's position.
-            places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
-            x = x + places.astype(self.dtype)
+        x = self._embed(tokens, context)  # [P, S, D]
         if context.rotation is None:
             context = context._replace(rotation=architecture.rotation(self.config, context.positions))
         inputs = architecture.layer_inputs(self.config)
         if self.stacked:
             x, new_keys_values = self.layers(x, inputs, context)
-            return self.norm(x), new_keys_values
-        new_keys_values = []
+        else:
+            x, new_keys_values = self._one_by_one(x, inputs, context, cached_inputs)
+        return self.norm(x), new_keys_values
+
+    def _embed(self, tokens: jax.Array, context: Context) -> jax.Array:
+        """Embedded tokens [P, S, D], with pictures in their places and learned positions added."""
+        x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+        x = x if self.spread is None else self.spread.embedded(x)
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, self.dtype)
+        x = embed_pictures(x, context.vision)
+        if not architecture_of(self.config).learned_positions:
+            return x
+        # Past the table's end comes NaN, never another token's position.
+        places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
+        return x + places.astype(self.dtype)
+
+    def _one_by_one(
+        self, x: jax.Array, inputs: LayerInput, context: Context, cached_inputs: Sequence[LayerInput]
+    ) -> tuple[jax.Array, list[PyTree]]:
+        """Run layers that have weights of their own on states [P, S, D]."""
         layers = [self._recomputed(layer) for layer in self.layers] if self.remat == "layer" else self.layers
-        cached_inputs = cached_inputs or [LayerInput()] * len(layers)
-        for i, (layer, cached) in enumerate(zip(layers, cached_inputs, strict=True)):
+        new_keys_values = []
+        for i, (layer, cached) in enumerate(zip(layers, cached_inputs or [LayerInput()] * len(layers), strict=True)):
             layer_input = jax.tree.map(lambda x, i=i: x[i], inputs)
             x, written = layer(x, layer_input._replace(prefix=cached.prefix, cache=cached.cache), context)
             new_keys_values.append(written)
-        return self.norm(x), new_keys_values
+        return x, new_keys_values
 
 
 def init_variables(

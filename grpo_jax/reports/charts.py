@@ -18,27 +18,20 @@ _MOST_LINES = 24  # that `page.stroke` tells apart
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
 
-_OF_EVERY_RUN = (
-    Chart("KL to the reference", (Curve("kl", "kl"),)),
-    Chart("Explained variance of the values", (Curve("value/explained_variance", "explained"),)),
-    Chart("Values", (Curve("value/mean", "value"), Curve("value/return", "return"))),
-    Chart("Dynamic sampling", (Curve("groups_kept", "kept groups"), Curve("draws", "draws"))),
-    Chart("Entropy of the policy", (Curve("entropy", "entropy"),)),
-    Chart("Completion length, tokens", (Curve("completion_tokens", "mean"), Curve("completion_tokens_max", "longest"))),
-    Chart("Turns of an episode", (Curve("turns", "mean"),)),
-    Chart(
-        "Shares",
-        (
-            Curve("truncated", "truncated"),
-            Curve("invalid", "invalid"),
-            Curve("duplicates", "duplicates in group"),
-            Curve("unchanged", "unchanged prompts"),
-        ),
-    ),
-    Chart("Gradient norm", (Curve("grad_norm", "norm"),)),
-    Chart("Clipped tokens", (Curve("clip_low", "below"), Curve("clip_high", "above"))),
-)
-"""Curves that are 0 throughout, as of a KL without a reference, are left out of these."""
+_OF_EVERY_RUN = {
+    "KL to the reference": {"kl": "kl"},
+    "Explained variance of the values": {"value/explained_variance": "explained"},
+    "Values": {"value/mean": "value", "value/return": "return"},
+    "Dynamic sampling": {"groups_kept": "kept groups", "draws": "draws"},
+    "Entropy of the policy": {"entropy": "entropy"},
+    "Completion length, tokens": {"completion_tokens": "mean", "completion_tokens_max": "longest"},
+    "Turns of an episode": {"turns": "mean"},
+    "Truncated and invalid completions": {"truncated": "truncated", "invalid": "invalid"},
+    "Repetition": {"duplicates": "duplicates in group", "unchanged": "unchanged prompts"},
+    "Gradient norm": {"grad_norm": "norm"},
+    "Clipped tokens": {"clip_low": "below", "clip_high": "above"},
+}
+"""Title: {metric: label}. Metrics that are 0 throughout, as a KL without a reference, are left out."""
 
 
 def number(value: float | None) -> str:
@@ -175,6 +168,10 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         for curve in _group(rows, "reward/")
         if "@turn" in curve.metric
     ]
+    moving = {
+        title: {metric: label for metric, label in named.items() if any(row.get(metric) for row in rows)}
+        for title, named in _OF_EVERY_RUN.items()
+    }
     return [
         *display.charts,
         Chart("Rewards", tuple(rewards)),
@@ -182,8 +179,5 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         Chart("Evaluation rewards, never trained on", tuple(watched)),
         Chart("Validation", tuple(validation)),
         Chart("Groups without signal", tuple(_group(rows, "zero_variance_groups/"))),
-        *(
-            chart._replace(curves=tuple(c for c in chart.curves if any(row.get(c.metric) for row in rows)))
-            for chart in _OF_EVERY_RUN
-        ),
+        *(Chart(title, tuple(Curve(*pair) for pair in named.items())) for title, named in moving.items()),
     ]

@@ -89,6 +89,8 @@ class RunOutput:
                 self._services.append(TensorBoard(self.directory, rows if self._config.resume else None))
             except ImportError:
                 self.warning("no TensorBoard events: pip install tensorboard adds them")
+            except OSError as error:
+                self.warning(f"no TensorBoard events: {one_line(error)}")
         if "wandb" in self._config.report_to:
             self._services.append(WeightsAndBiases(self.directory, self._config.model_dump()))
         return len(read_metrics(self.directory.metrics))

@@ -30,7 +30,6 @@ from grpo_jax.tasks.task import Display, EpisodeEntry, GalleryEntry, Table, of_t
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
 _ITERATIONS_SHOWN = 5
 _COMPLETIONS_SHOWN = 40  # of each of these iterations
-_LONGEST = 2000  # characters of one text
 
 
 class RunEnd(NamedTuple):
@@ -109,7 +108,7 @@ def _macros() -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, _stroke, _label, _value, _picture, _cell, _fact)
+    filters = (number, _stroke, _label, _value, _picture)
     environment.filters.update({function.__name__.removeprefix("_"): function for function in filters})
     return environment.get_template("page.html").module
 
@@ -203,19 +202,6 @@ def _picture(image: np.ndarray | None, kind: str) -> Markup:
     return tag.format(crisp, round(width * factor), round(height * factor), kind, data)
 
 
-def _cell(value: Any) -> Markup:
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, bool):
-        return Markup("<td>{}</td>").format("yes" if value else "no")
-    if value is None or isinstance(value, int | float):
-        return Markup('<td class="number">{}</td>').format(number(value))
-    return Markup('<td class="text">{}</td>').format(value)
-
-
-def _fact(value: float | str | None) -> str:
-    return number(value) if value is None or isinstance(value, float) else str(value)
-
-
 def completions_table(folder: str | Path) -> Table | None:
     """Read the first completions of the first iteration, the last, and some between; None where there are none."""
     import pyarrow
@@ -231,7 +217,7 @@ def completions_table(folder: str | Path) -> Table | None:
         return None
     names = _columns(rows)
     note = f"The first of {min(len(files), _ITERATIONS_SHOWN)} of {len(files)} iterations; all are in completions/."
-    return Table("Completions", names, [[_shortened(row.get(name)) for name in names] for row in rows], note)
+    return Table("Completions", names, [[row.get(name) for name in names] for row in rows], note)
 
 
 def _columns(rows: Rows) -> list[str]:
@@ -240,10 +226,6 @@ def _columns(rows: Rows) -> list[str]:
     if all(row.get("raw_completion") == row.get("completion") for row in rows):
         shown.pop("raw_completion", None)
     return sorted(shown, key=lambda name: any(isinstance(row.get(name), str) for row in rows))
-
-
-def _shortened(value: object) -> object:
-    return f"{value[:_LONGEST]}…" if isinstance(value, str) and len(value) > _LONGEST else value
 
 
 def write_end(run: RunDirectory, end: RunEnd) -> None:

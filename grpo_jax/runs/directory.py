@@ -238,7 +238,7 @@ class RunDirectory:
                     self.images.mkdir(exist_ok=True)
                 write_atomically(self.images / f"{name}.png", png(picture))
 
-    def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
+    def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Write completions/step_00000N.parquet, one row per completion."""
         import pyarrow
         import pyarrow.parquet
@@ -248,9 +248,7 @@ class RunDirectory:
         pyarrow.parquet.write_table(pyarrow.table({"step": np.full(rows, step, np.int64), **columns}), sink)
         with disk_errors(self.completions):
             self.completions.mkdir(exist_ok=True)
-        path = self.completions / f"step_{step:06d}.parquet"
-        write_atomically(path, sink.getvalue().to_pybytes())
-        return path
+        write_atomically(self.completions / f"step_{step:06d}.parquet", sink.getvalue().to_pybytes())
 
     def forget_completions(self, step: int) -> None:
         """Remove the completions of iterations after a checkpoint's step."""

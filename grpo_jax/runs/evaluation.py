@@ -250,11 +250,6 @@ class Asker:
         loaded = self.ctx.policy.variables
         self._restore = functools.lru_cache(2)(functools.partial(restore_variables, loaded, run_dir))
 
-    @property
-    def draws(self) -> bool:
-        """Whether texts are drawn."""
-        return self.ctx.fns.render is not None
-
     def row(self, prompt: str, seed: int) -> Row:
         """Return the row of a prompt, with the columns and pictures of a held-out one of the same text.
 

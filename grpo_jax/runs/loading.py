@@ -198,7 +198,7 @@ def load(
     def load_judges() -> dict[str, Any]:
         judges = {}
         if leaving is not None and config.elsewhere:
-            leaving.callback(own_package("bridges", "ray_pool").leave)
+            leaving.callback(own_package("bridges", "ray_cluster").leave)
         for name, judge in judge_sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])

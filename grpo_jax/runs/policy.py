@@ -45,19 +45,15 @@ START = "start"
 def policy_folder(config: Config) -> str:
     """Resolve policy.path to a folder or hub id: itself, a bundled policy's, or the run's new one."""
     path = config.policy.path
+    if path == NEW and config.run_dir is None:
+        raise UserError("policy.path: 'new' is kept in the run's folder: name it with run_dir")
     if path == NEW:
-        return str(_start(config))
+        return str(RunDirectory(str(config.run_dir)).start)
     if not path:
         raise UserError("policy.path: expected a Hugging Face folder or hub id, got none")
     folder = str(own_package("bridges").bundled(path, "policy") or path)
     # Its files are read again at the end, when a reward may have changed the current folder.
     return os.path.abspath(folder) if os.path.exists(folder) else folder
-
-
-def _start(config: Config) -> Path:
-    if config.run_dir is None:
-        raise UserError("policy.path: 'new' is kept in the run's folder: name it with run_dir")
-    return RunDirectory(config.run_dir).start
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
@@ -66,7 +62,7 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
         return
     if vocabulary is None:
         raise UserError("policy.path: expected a folder, got 'new': this task has no words to make a policy of")
-    folder, section = _start(config), config.policy.new
+    folder, section = Path(policy_folder(config)), config.policy.new
     if not (folder / "config.json").is_file():
         write_policy(
             folder,

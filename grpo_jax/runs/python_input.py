@@ -140,10 +140,7 @@ def _parsed(text: str) -> Record | str:
 
 
 def _row(line: Record) -> Row:
-    try:
-        pictures = tuple(source_of(source, None) for source in line.get("pictures", ()))
-    except ValueError as error:
-        raise UserError(f"row {line['id']}: {error}") from error
+    pictures = tuple(source_of(source, None) for source in line.get("pictures", ()))
     messages = tuple(Message(role, tuple(parts)) for role, parts in line.get("messages", ()))
     return Row(line["id"], line["prompt"], line["columns"], pictures, messages)
 
@@ -160,8 +157,6 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
         return load_prompts(records, **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
-    if hasattr(prompts, "load_state_dict"):
-        raise UserError("prompts: expected a data set with rows, got a stream; load it without streaming=True")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"{expected}, got a {type(prompts).__name__}")
     listed = [{"prompt": row} if isinstance(row, str) else row for row in prompts]

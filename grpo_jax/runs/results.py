@@ -70,18 +70,13 @@ def summarise(
     """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
 
-    def measured(kind: str, name: str) -> float | None:
-        return before.get(kind, {}).get(name)
-
+    kinds = {"before": "greedy", "before_sampled": "sampled"} | {n: n for n in ("oracle", "unchanged", "untrained")}
+    sampled = after["sampled"].measures if "sampled" in after else {}
     evaluation = {
         name: {
-            "before": measured("greedy", name),
+            **{kind: before.get(texts, {}).get(name) for kind, texts in kinds.items()},
             "after": value,
-            "oracle": measured("oracle", name),
-            "unchanged": measured("unchanged", name),
-            "untrained": measured("untrained", name),
-            "before_sampled": measured("sampled", name),
-            "after_sampled": after["sampled"].measures.get(name) if "sampled" in after else None,
+            "after_sampled": sampled.get(name),
         }
         for name, value in measures.items()
     }

@@ -24,6 +24,7 @@ import numpy as np
 from bridges import miniature
 from bridges.miniature import scenes, world
 from grpo_jax.errors import UserError, run_cli
+from scripts.miniature import drawing
 
 WEIGHTS = Path(miniature.__file__).parent / "weights"
 _PROMPTS, _RENDER_STEPS, _SEED = 256, 4, 11
@@ -65,7 +66,7 @@ def _checker_figures(count: int) -> dict[str, float]:
     """How well the checker reads true pictures, by attribute."""
     rng = np.random.default_rng(_SEED)
     rows = world.sample_indices(rng, count)
-    right = world.read(world.draw(rows, rng)) == rows
+    right = world.read(drawing.draw(rows, rng)) == rows
     figures = dict(zip(world.ATTRIBUTES, right.mean(0).round(4).tolist(), strict=True))
     return {"all": round(float(right.mean()), 4), **figures}
 
@@ -99,7 +100,7 @@ def _scene_figures(folder: Path, prompts: int) -> dict:
         "oracle": [row["oracle"] for row in rows],
     }
     pictures = {way: renderer.draw(ways, list(range(prompts)), evaluation=False).numpy() for way, ways in texts.items()}
-    pictures["true_pictures"] = scenes.draw(np.stack([fill_in(rng, row["requested"]) for row in rows]), rng)
+    pictures["true_pictures"] = drawing.draw_scenes(np.stack([fill_in(rng, row["requested"]) for row in rows]), rng)
     figures = {}
     for way, images in pictures.items():
         right = scenes.pixel_accuracy(images, [row["requested"] for row in rows])
@@ -134,7 +135,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
         return renderer.draw(texts, list(range(len(texts))), evaluation=False)
 
     rows = world.prompts("test", prompts, seed=_SEED)
-    true = np.stack([world.indices(world.complete(row["requested"])) for row in rows])
+    true = np.stack([drawing.indices(world.complete(row["requested"])) for row in rows])
     start = time.perf_counter()
     draw([row["oracle"] for row in rows])
     speed = len(rows) / (time.perf_counter() - start)
@@ -149,7 +150,7 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
         "render_steps": _RENDER_STEPS,
         "images_per_second": round(speed, 1),
         **{name: _measure(texts, rows, draw, scorer.image_text) for name, texts in ways.items()},
-        "true_pictures": _measure([], rows, lambda _: torch.from_numpy(world.draw(true)), scorer.image_text),
+        "true_pictures": _measure([], rows, lambda _: torch.from_numpy(drawing.draw(true)), scorer.image_text),
         "score_by_wrong_attributes": train_scorer.score_by_wrong(scorer.image_text),
         **seeing.measure(folder / "policy_vl", prompts, _SEED, draw),
         "scenes": _scene_figures(folder, prompts),

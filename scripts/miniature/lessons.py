@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridges.miniature import lens, world
+from bridges.miniature import world
+from scripts.miniature import drawing
 
 RECREATE = "draw this again"
 """The prompt that goes with a picture whose words are asked for."""
@@ -88,8 +89,8 @@ def sight(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     words = asdict(world.sample_scene(rng))
     if rng.random() < 0.5:
         return _picture(rng, words), _row(words)
-    glass = lens.lens_of(int(rng.integers(2**63)))
-    picture = lens.look(_picture(rng, _undone(words, glass))[None], [glass])[0]
+    glass = world.lens_of(int(rng.integers(2**63)))
+    picture = world.look(_picture(rng, _undone(words, glass))[None], [glass])[0]
     return picture, _row(words)
 
 
@@ -108,7 +109,7 @@ def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:
     """A request, a prompt for it, the picture that came out, and a second prompt."""
     request, requested = world.casual_prompt(rng, world.sample_scene(rng, rates.split))
     meant = asdict(world.complete(requested))
-    glass = lens.lens_of(int(rng.integers(2**63)))
+    glass = world.lens_of(int(rng.integers(2**63)))
     undone = _undone(meant, glass)
     first, second = {}, {}
     for name, word in meant.items():
@@ -122,7 +123,7 @@ def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:
         again = {name: word for name, word in first.items() if rng.random() < rates.kept}
         return [*turns, Turn(MEND, None, caption_of(again))]
     drawn = {name: first.get(name) or str(rng.choice(world.VALUES[name])) for name in meant}
-    picture = lens.look(_picture(rng, drawn)[None], [glass])[0]
+    picture = world.look(_picture(rng, drawn)[None], [glass])[0]
     return [*turns, Turn(MEND, picture, caption_of(second))]
 
 
@@ -147,13 +148,13 @@ def _one_of(
     return str(rng.choice(values))
 
 
-def _undone(words: Words, glass: lens.Lens) -> Words:
-    return {name: lens.undone(word, glass) for name, word in words.items()}
+def _undone(words: Words, glass: world.Lens) -> Words:
+    return {name: world.undone(word, glass) for name, word in words.items()}
 
 
 def _picture(rng: np.random.Generator, words: Words) -> np.ndarray:
     """A picture of all words of a caption, f32 [3, 32, 32], with the renderer's grain; colours may be the same."""
-    picture = world.draw(_row(words)[None], rng)[0]
+    picture = drawing.draw(_row(words)[None], rng)[0]
     grain = rng.normal(0.0, rng.uniform(0.0, 0.04), picture.shape).astype(np.float32)
     return np.clip(picture + grain, 0.0, 1.0)
 

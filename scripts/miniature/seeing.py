@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridges.miniature import lens, world
+from bridges.miniature import world
 from scripts.miniature import lessons
 
 Conversation = list[tuple[str, np.ndarray | None, str]]
@@ -60,10 +60,10 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
     """
     write = load_writer(folder)
     rows = world.prompts("test", prompts, seed)
-    lenses = [lens.lens_of(seed + place) for place in range(len(rows))]
+    lenses = [world.lens_of(seed + place) for place in range(len(rows))]
 
     def out(texts: list[str]) -> np.ndarray:
-        return lens.look(draw(texts), lenses).numpy()
+        return world.look(draw(texts), lenses).numpy()
 
     first = write([[(row["prompt"], None, "")] for row in rows])
     drawn = out(first)
@@ -74,7 +74,7 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
             out(write([[(row["prompt"], None, one), (lessons.MEND, picture, "")] for row, one, picture in turns])), rows
         )
 
-    knowing = [lens.undone(row["oracle"], glass) for row, glass in zip(rows, lenses, strict=True)]
+    knowing = [world.undone(row["oracle"], glass) for row, glass in zip(rows, lenses, strict=True)]
     return {
         "refinement": {
             "unmended": accuracy(out([row["oracle"] for row in rows]), rows),

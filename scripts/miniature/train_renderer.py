@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from bridges.miniature import world
-from scripts.miniature import vocabulary
+from scripts.miniature import drawing, vocabulary
 from scripts.miniature.identity_vae import identity_vae
 from scripts.miniature.vocabulary import WINDOW
 
@@ -103,7 +103,7 @@ SINGLE = Subject(
     vocabulary.world_words(),
     lambda row: world.canonical_caption(world.scene_of(row)),
     world.sample_indices,
-    world.draw,
+    drawing.draw,
     lambda pictures, rows: world.read(pictures) == rows,
 )
 """The first world."""

@@ -8,20 +8,20 @@ import numpy as np
 
 from bridges import miniature
 from bridges.miniature import scenes
-from scripts.miniature import train_renderer, vocabulary
+from scripts.miniature import drawing, train_renderer, vocabulary
 
 
 def _found(pictures: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """What the checker finds right, by layout: [n, 8], NaN where a row has another."""
-    right = scenes.pixel_accuracy(pictures, [scenes.request_of(row) for row in rows])
+    right = scenes.pixel_accuracy(pictures, [drawing.request_of(row) for row in rows])
     return np.where(rows[:, :1] == np.arange(len(scenes.LAYOUTS)), right[:, None], np.nan)
 
 
 SCENES = train_renderer.Subject(
     vocabulary.scene_words(),
-    lambda row: scenes.canonical_caption(scenes.request_of(row)),
-    scenes.sample_indices,
-    scenes.draw,
+    lambda row: scenes.canonical_caption(drawing.request_of(row)),
+    drawing.sample_scenes,
+    drawing.draw_scenes,
     _found,
 )
 

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTokenizer
 
 from bridges.miniature import world
+from scripts.miniature import drawing
 from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
 
 _MEAN, _STD = 0.5, 0.3
@@ -150,7 +151,7 @@ def score_by_wrong(image_text: Callable[[torch.Tensor, list[str]], torch.Tensor]
     for wrong in range(7):
         changed = np.array([_change(rng, row, rng.permutation(6)[:wrong]) for row in rows])
         valid = np.flatnonzero(changed[:, 1] != changed[:, 4])
-        pictures = torch.from_numpy(world.draw(changed[valid], rng))
+        pictures = torch.from_numpy(drawing.draw(changed[valid], rng))
         means.append(round(float(image_text(pictures, [texts[i] for i in valid]).mean()), 4))
     return means
 
@@ -178,10 +179,10 @@ def report(model: CLIP) -> None:
     rng = np.random.default_rng(8)
     rows = world.sample_indices(rng, 300)
     texts = [world.casual_prompt(rng, world.scene_of(row), keep=1.0)[0] for row in rows]
-    true = image_text(torch.from_numpy(world.draw(rows, rng)), texts)
+    true = image_text(torch.from_numpy(drawing.draw(rows, rng)), texts)
     for k, name in enumerate(world.ATTRIBUTES):
         changed = np.array([_change(rng, row, np.array([k])) for row in rows])
-        higher = true > image_text(torch.from_numpy(world.draw(changed, rng)), texts)
+        higher = true > image_text(torch.from_numpy(drawing.draw(changed, rng)), texts)
         valid = changed[:, 1] != changed[:, 4]
         print(f"  {name}: {higher.numpy()[valid].mean():.3f}", end="", flush=True)
     print(" of pictures score above one with that attribute wrong", flush=True)
@@ -216,7 +217,7 @@ def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0
         rewrites = [world.canonical_caption(scene) for scene in scenes]
         wrong = torch.from_numpy(wrong_share(rows, rows, np.array(asked))).float()
         wrong_all = torch.from_numpy(wrong_share(rows, rows, np.ones((len(rows), 6), bool))).float()
-        pictures = normalise(augment(torch.from_numpy(world.draw(rows, rng)), rng))
+        pictures = normalise(augment(torch.from_numpy(drawing.draw(rows, rng)), rng))
         # Attention's fused backward is several times slower on a CPU at this size.
         with sdpa_kernel(SDPBackend.MATH):
             raw = model.encode_image(pictures)

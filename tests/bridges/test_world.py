@@ -8,6 +8,7 @@ import pytest
 from bridges.miniature import world
 
 vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
+drawing = pytest.importorskip("scripts.miniature.drawing")
 
 
 def scenes(count, seed=0):
@@ -18,7 +19,7 @@ def scenes(count, seed=0):
 def test_checker_reads_true_pictures(count, noise):
     rng = np.random.default_rng(3)
     rows = scenes(count)
-    pictures = np.clip(world.draw(rows, rng) + rng.normal(0, noise, (count, 3, 32, 32)), 0, 1)
+    pictures = np.clip(drawing.draw(rows, rng) + rng.normal(0, noise, (count, 3, 32, 32)), 0, 1)
     assert (world.read(pictures) == rows).mean(axis=0).min() >= 0.99
 
 
@@ -31,7 +32,7 @@ def test_checker_refuses_what_shows_no_shape():
 
 def test_pixel_accuracy_counts_requested_attributes_only():
     scene = world.Scene("ring", "cyan", "small", "left", "black", "sharp")
-    pictures = world.draw(np.stack([world.indices(scene)] * 3))
+    pictures = drawing.draw(np.stack([drawing.indices(scene)] * 3))
     wanted = [
         {"shape": "ring", "colour": "cyan"},
         {"shape": "star", "colour": "cyan"},

@@ -1,5 +1,6 @@
-"""Judges beside the task's own: one from a file, and further models of a kind that ships, each by its name."""
+"""Judges beside the task's own: one from a file, a detector, and further models of one kind, each by its name."""
 
+import itertools
 import json
 
 import numpy as np
@@ -18,7 +19,7 @@ from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import main
 
 FILE = ROOT / "examples" / "own_judge" / "brightness.py"
-DARK = [{"name": "alignment"}, {"name": f"{FILE}:dark", "weight": 0.5}]
+REWARDS = [{"name": "alignment"}, {"name": f"{FILE}:dark", "weight": 0.5}, {"name": "geneval"}]
 SMALL = {
     "policy.remat": "none",
     "training.prompts_per_batch": 4,
@@ -26,7 +27,7 @@ SMALL = {
     "training.inner_epochs": 1,
     "sampling.group_size": 2,
     "algorithm.kl_coef": 0,
-    "evaluation.prompts": 4,
+    "data.held_out": 0.2,
     "evaluation.every": 0,
     "evaluation.samples": 0,
     "report_to": "[]",
@@ -38,19 +39,33 @@ def other(tmp_path_factory):
     return tiny_models.clip(tmp_path_factory.mktemp("clip"))
 
 
+def asked_for():
+    """Lines of GenEval's metadata, as they come."""
+    names = itertools.cycle(("dog", "computer mouse", "red ball"))
+    shown = itertools.product(("red", "blue", "green", "yellow"), ("circle", "square", "triangle"))
+    for name, (colour, shape) in zip(names, shown, strict=False):
+        wanted = {"include": [{"class": name, "count": 1}], "exclude": [{"class": name, "count": 9}]}
+        yield {"tag": "single_object", **wanted, "prompt": f"a small {colour} {shape}"}
+
+
 @pytest.fixture(scope="module")
 def run(other, tmp_path_factory):
-    """The miniature, judged by brightness and by two CLIPs more: its own again, and a random one."""
-    folder = tmp_path_factory.mktemp("own_judge") / "run"
+    """The miniature, judged by brightness, a detector, and by two CLIPs more: its own again, and a random one."""
+    place = tmp_path_factory.mktemp("own_judge")
+    folder, file = place / "run", place / "evaluation_metadata.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked_for()))
     options = {
         **SMALL,
         "run_dir": folder,
+        "data.prompts": file,
+        "judges.detector": "object_detection",
+        "judges.detector.path": tiny_models.detector(place / "detector"),
         "judges.brightness": f"{FILE}:Brightness",
         "judges.brightness.red": 0.5,
         "judges.second": "open_clip",
         "judges.third": "open_clip",
         "judges.third.model": other,
-        "rewards": json.dumps(DARK),
+        "rewards": json.dumps(REWARDS),
         "eval_rewards": '["alignment@second", "alignment@third"]',
     }
     assert main([f"--{name}={value}" for name, value in options.items()]) == 0
@@ -84,7 +99,9 @@ def test_a_second_clip_is_a_judge_of_its_own(run, table):
     summary = json.loads((run / "summary.json").read_text())
     assert {"dark", "alignment@second", "alignment@third"} <= summary["evaluation"].keys()
     assert {"brightness", "second", "third"} <= summary["devices"].keys()
-    assert "mean brightness, weights (0.5," in (run / "train.log").read_text()
+    assert 0 <= row["reward/geneval/mean"] <= 1 and row["missing/geneval"] == 0
+    log = (run / "train.log").read_text()
+    assert "mean brightness, weights (0.5," in log and "YolosForObjectDetection, 3 kinds" in log
 
 
 def test_a_reward_of_a_judge_that_is_not_there(tmp_path, capsys):

@@ -18,6 +18,7 @@ from bridges.judges.clip_model import ClipModel
 from bridges.judges.object_detection import ObjectDetection
 from bridges.judges.sequence_classification import SequenceClassification
 from bridges.judges.vqa import Vqa
+from grpo_jax.config.judge import title
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
@@ -127,3 +128,22 @@ def test_code_of_a_folder_is_not_run(make, kind, part, known, tmp_path):
             kind(path=str(folder)).load("cpu")
         assert "\n" not in str(caught.value)
     assert not ran.exists()
+
+
+OWN = """
+from grpo_jax import Judge
+
+class Vowels(Judge):
+    letters: str = "aeiou"
+
+    def __call__(self, prompts, completions, **columns):
+        return [sum(text.count(letter) for letter in self.letters) for text in completions]
+"""
+
+
+def test_a_judge_may_be_its_own_reward_and_then_takes_no_card(tmp_path):
+    (tmp_path / "vowels.py").write_text(OWN)
+    config = make_config(task="text", judges={"vowels": {"kind": f"{tmp_path}/vowels.py:Vowels", "letters": "a"}})
+    judge = config.judges["vowels"]
+    assert config.requests == {"policy": "auto", "vowels": "cpu"} and judge.memory()[0][1] == 0
+    assert title(judge.load("cpu")) == "Vowels" and judge.load("cpu")(["p"], ["banana"]) == [3]

@@ -11,11 +11,7 @@ from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 from support.text_task import train_here  # noqa: E402
 
-from grpo_jax.config.sections import LoraSection  # noqa: E402
-from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.architectures import read_model_config  # noqa: E402
-from grpo_jax.models.hf.peft import lora_config  # noqa: E402
 from grpo_jax.models.lora import quantise  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
@@ -68,18 +64,6 @@ def test_experts_in_one_tensor_are_read_and_written_as_such(tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
-
-
-SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-
-
-def test_adapters_go_on_what_is_fused_and_not_on_experts():
-    phi = read_model_config(SMALL | dict(model_type="phi3"))
-    assert lora_config(LoraSection(rank=2), phi).targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    mixture = read_model_config(SMALL | dict(model_type="qwen3_moe", num_key_value_heads=2))
-    assert lora_config(LoraSection(rank=2), mixture).targets == ("q_proj", "k_proj", "v_proj", "o_proj")
-    with pytest.raises(UserError, match=r"some of \('q_proj', .* for model_type 'qwen3_moe', got \['gate_proj'\]"):
-        lora_config(LoraSection(rank=2, targets=["gate_proj"]), mixture)
 
 
 @pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)

@@ -78,25 +78,24 @@ def test_a_sampler_writes_the_same_texts(monkeypatch):
     np.testing.assert_allclose(kernel.logprobs, products.logprobs, atol=1e-4)
 
 
-def has_kernel(config=WIDE, group=2, rows=False, cached=None, **options):
+def has_kernel(config=WIDE, rows=False, cached=None, **options):
     policy = Policy(config, **{"compute_dtype": "bfloat16", "platform": "cuda", **options})
     ones = jnp.ones((1, 8), jnp.int32)
 
     def step(variables):
         prefix = policy.prefill(variables, ones, ones)
-        cache = policy.init_cache(1, group, 8, cached)
+        cache = policy.init_cache(1, 2, 8, cached)
         if rows:
-            cache = cache._replace(rows=RowState(jnp.zeros((1, group, 8), bool), jnp.full((1, group), 8)))
-        return policy.decode_step(policy.unstack(variables), prefix, ones[:, :group], cache)
+            cache = cache._replace(rows=RowState(jnp.zeros((1, 2, 8), bool), jnp.full((1, 2), 8)))
+        return policy.decode_step(policy.unstack(variables), prefix, ones[:, :2], cache)
 
     return "decode_attention" in str(jax.make_jaxpr(step)(drawn(config)))
 
 
 def test_the_kernel_is_for_plain_decoding_in_bfloat16_on_cuda():
     assert has_kernel()
-    assert has_kernel(group=1)
     others = dict(platform="tpu"), dict(attn_implementation="eager"), dict(compute_dtype="float32"), dict(rows=True)
     for options in (*others, dict(cached="float32")):
         assert not has_kernel(**options)
-    for fields in ({"head_dim": 32}, {"windows": LLAMA.windows}, {"attention_scale": 0.1}, {"attention_softcap": 5.0}):
+    for fields in ({"head_dim": 32}, {"windows": LLAMA.windows}, {"attention_softcap": 5.0}):
         assert not has_kernel(replace(WIDE, **fields))

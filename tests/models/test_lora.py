@@ -18,7 +18,7 @@ from grpo_jax import export, train
 from grpo_jax.config.sections import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.architectures import gpt2, llama
+from grpo_jax.models.architectures import gpt2, llama, read_model_config
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, lora_config
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
@@ -87,19 +87,26 @@ def test_adapters_that_say_something_are_the_reference():
 
 
 SMALL_GPT2 = dict(model_type="gpt2", vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @pytest.mark.parametrize(
     ("model", "projections"),
-    [(tiny_update.CONFIG, PROJECTIONS), (GPT2Config.from_hf(SMALL_GPT2), GPT2_PROJECTIONS)],
-    ids=["qwen2", "gpt2"],
+    [
+        (tiny_update.CONFIG, PROJECTIONS),
+        (GPT2Config.from_hf(SMALL_GPT2), GPT2_PROJECTIONS),
+        (read_model_config(SMALL | dict(model_type="phi3")), FUSED),
+        (read_model_config(SMALL | dict(model_type="qwen3_moe", num_key_value_heads=2)), PROJECTIONS[:4]),
+    ],
+    ids=["qwen2", "gpt2", "phi3", "qwen3_moe"],
 )
 def test_without_a_choice_every_projection_has_an_adapter(model, projections):
     assert lora_config(LoraSection(rank=4), model) == LoraConfig(4, 32.0, projections)
     chosen = lora_config(LoraSection(rank=4, alpha=8.0, targets=[projections[0]]), model)
     assert chosen == LoraConfig(4, 8.0, projections[:1])
     assert lora_config(LoraSection(), model) is None
-    other = (GPT2_PROJECTIONS if projections == PROJECTIONS else PROJECTIONS)[0]
+    other = "gate_proj" if "gate_proj" not in projections else "c_attn"
     with pytest.raises(UserError, match=f"policy.lora: targets.*{other}"):
         lora_config(LoraSection(rank=4, targets=[other]), model)
 

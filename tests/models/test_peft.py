@@ -82,6 +82,9 @@ def written(world, tmp_path_factory):
 
 
 def test_peft_computes_what_we_compute(world, written):
+    lora, adapters = load_adapters(written, world.config)
+    assert lora == world.lora
+    jax.tree.map(np.testing.assert_array_equal, adapters, world.adapters)
     ours = world.logits({"params": world.loaded.params, "lora": world.adapters}, world.lora)
     plain = world.logits({"params": world.loaded.params}, None)
     assert np.abs(ours - plain).max() > 0.1
@@ -104,13 +107,6 @@ def test_merged_weights_are_pefts(world, written, tmp_path):
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
     merged = world.logits({"params": merged_params(variables, world.lora)}, None)
     np.testing.assert_allclose(torch_logits(model), merged, atol=1e-4)
-
-
-def test_our_own_folder_comes_back_bit_equal(world, written):
-    lora, adapters = load_adapters(written, world.config)
-    assert lora == world.lora
-    assert jax.tree.structure(adapters) == jax.tree.structure(world.adapters)
-    jax.tree.map(np.testing.assert_array_equal, adapters, world.adapters)
 
 
 THEIRS = {
@@ -185,7 +181,6 @@ def rank_of_5(tensors):
         ({}, without("q_proj"), r"q_proj\.lora_A\.weight is missing.*and \d+ more|q_proj.*is missing"),
         ({}, rank_of_5, r"q_proj\.lora_A\.weight has shape \(5, 32\), expected \(3, 32\)"),
         ({"peft_type": "LOHA"}, None, "peft_type: expected 'LORA', got 'LOHA'"),
-        ({"use_rslora": True}, None, "use_rslora=True is not supported"),
         ({"use_something_new": 1}, None, "use_something_new=1 is not supported"),
         ({"r": 0}, None, "r: expected a whole number from 1 .*, got 0"),
         ({"target_modules": None}, None, "target_modules: expected some of .* got None"),

@@ -25,7 +25,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("updates", ["one", "several ahead"])
-def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled, monkeypatch):
+def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled, monkeypatch, own_programs):
     """With one update per batch it is the second iteration that takes what an update gave."""
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
     choices = ["--algorithm.update_ref_every=1", "--training.async_level=1"]

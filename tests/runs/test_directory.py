@@ -23,15 +23,6 @@ from grpo_jax.runs.directory import (
 )
 
 
-def test_a_run_directory_is_not_overwritten(tmp_path):
-    run = RunDirectory.open(tmp_path / "run")
-    run.write_config("seed: 0\n")
-    run.close()
-    with pytest.raises(UserError, match=r"run is not empty; continue it with --resume or choose another --run_dir"):
-        RunDirectory.open(tmp_path / "run")
-    assert RunDirectory.open(tmp_path / "run", resume=True).config.read_text() == "seed: 0\n"
-
-
 def test_what_another_process_holds_is_left_alone_until_it_ends(tmp_path):
     script = (
         "import sys, time; from grpo_jax.runs.directory import RunDirectory; "

@@ -116,14 +116,6 @@ def deadly(prompts, completions, wish, folder, **columns):
     return letters(prompts, completions, wish)
 
 
-def last(prompts, completions, wish, folder, **columns):
-    """The same by a judge that takes its file along when it dies: it cannot be started again."""
-    if any(Path(folder).glob("death*")):
-        Path(__file__).unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return letters(prompts, completions, wish)
-
-
 def patient(prompts, completions, wish, **columns):
     """The same by a judge that takes its time."""
     time.sleep(0.5)

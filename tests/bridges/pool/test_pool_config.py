@@ -86,7 +86,7 @@ def test_a_function_is_a_judge_by_its_path():
         make_config(task="text", judges={"a": "function"})
 
 
-class Torch:
+class Rounding:
     """A judge that says how torch rounds where it is loaded."""
 
     def load(self, device):
@@ -103,7 +103,7 @@ def test_an_actor_rounds_as_the_runs_process_does(tf32):
     try:
         for part in parts:
             part.allow_tf32 = True
-        assert JudgeActor(Torch(), "gpu:0", "", 0.0, (False, tf32))._load() == (tf32, tf32)
+        assert JudgeActor(Rounding(), "gpu:0", "", 0.0, (False, tf32))._loaded == (tf32, tf32)
     finally:
         for part, allowed in zip(parts, before, strict=True):
             part.allow_tf32 = allowed

@@ -18,7 +18,7 @@ import ray
 from support.pools import load_in_pool
 from support.text_task import rows, train_here
 
-from bridges import ray_pool
+from bridges import ray_cluster
 from grpo_jax.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
@@ -71,7 +71,7 @@ def said_by(head, port):
 
 
 def test_what_is_no_cluster_is_said_at_once(configured, tmp_path, capsys):
-    """After two connections, and before Ray's own, of which there would be many for more than a minute."""
+    """After a connection, and before Ray's own, of which there would be many for more than a minute."""
     connections = []
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -84,8 +84,8 @@ def test_what_is_no_cluster_is_said_at_once(configured, tmp_path, capsys):
 
         threading.Thread(target=accept, daemon=True).start()
         assert train_here(configured(address=address), tmp_path / "run") == 2
-        assert len(connections) == 2
-    reason = f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts"
+        assert len(connections) == 1
+    reason = f"no Ray cluster answers at {address}; its owner sees HOST:PORT when it starts"
     assert capsys.readouterr().err == f"error: judges.letters.address: {reason}\n"
 
 
@@ -99,5 +99,5 @@ def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address,
     assert set(loaded.cards(["x"] * 4 * 40)) == {"gpu:0 of 0", "gpu:0 of 1"}  # each actor has cards of its own
     with pytest.raises(UserError, match=f"judges.odd.address: expected the cluster that .* is on already, {address}"):
         load_in_pool(**odd, address="127.0.0.1:1")
-    ray_pool.leave()
+    ray_cluster.leave()
     assert not ray.is_initialized()

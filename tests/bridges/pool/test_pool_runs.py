@@ -1,7 +1,6 @@
 """Runs whose judges are in pools: the metrics of a run in one process, whatever dies in between."""
 
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,26 +38,6 @@ def test_a_run_learns_the_same_though_actors_die(cluster, place, configured, tmp
 def test_a_cluster_of_the_runs_own_ends_with_the_run(no_cluster, configured, tmp_path):
     assert train_here(configured(batch_timeout=60), tmp_path / "run", "--training.max_steps", "1") == 0
     assert not ray.is_initialized()
-
-
-@pytest.mark.wide  # a retrieval service that is lost ends a run in the same way (test_retrieval_ray.py)
-def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
-    cluster, configured, tmp_path, capsys
-):
-    run, file = tmp_path / "run", tmp_path / "judge.py"
-    file.write_text(ODD.read_text())
-    config = configured(f"{file}:last", options={"folder": str(tmp_path)})
-    assert train_here(config, run, "--training.max_steps", "2") == 0
-    shutil.rmtree(run / "policy")
-    leave_deaths(tmp_path, 1)
-    assert train_here(config, run, "--resume", "--training.max_steps", "6") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "judges.letters: no actor is left" in error and error.count("\n") == 1
-    assert re.search("Saved after iteration [2-5]; go on with --resume", error)
-    (tmp_path / "death00").unlink()
-    file.write_text(ODD.read_text())
-    assert train_here(config, run, "--resume", "--training.max_steps", "6") == 0
-    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.wide

@@ -1,17 +1,16 @@
-"""Retrieval in process: exact ranks, exclusions, histories, cache, self-test; catalogue files are the task's tests."""
+"""Retrieval in process: exact ranks, exclusions, histories, cache, self-test, and calls that fail."""
 
 import numpy as np
 import pytest
 from scipy import sparse
 
 from bridges import retrieval
-from bridges.retrieval import encoders, local, ranking
-from bridges.retrieval import index as indices
-from bridges.retrieval.index import Fingerprint, Index
-from bridges.retrieval.local import History, LocalBackend
-from bridges.retrieval.retriever import Retriever
+from bridges.retrieval import Retriever, encoders, ranking
+from bridges.retrieval.encoders import Fingerprint, Index
+from bridges.retrieval.ranking import History, LocalBackend
 from grpo_jax.config.sections import RetrievalSection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import StopRun, UserError
+from grpo_jax.rollout.rewards import collect_rewards
 
 TITLES = [
     "red nail polish",
@@ -98,7 +97,7 @@ def test_sparse_ranks_are_those_of_a_loop():
     titles = [" ".join(rng.choice(words, 3)) for _ in range(300)]
     queries = [" ".join(rng.choice(words, 2)) for _ in range(80)]
     encoder = encoders.TfidfEncoder(titles)
-    backend = LocalBackend(encoder, indices.open_index(titles, encoder, None), block=7)
+    backend = LocalBackend(encoder, encoders.open_index(titles, encoder, None), block=7)
     targets = rng.integers(0, 300, 80)
     exclude = [rng.integers(0, 300, 5).tolist() for _ in queries]
     found = Retriever(backend).score_ranks(queries, targets, exclude)
@@ -132,12 +131,12 @@ def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
     first = tfidf(cache=tmp_path)
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("tfidf-")
-    monkeypatch.setattr(indices, "encode_titles", lambda *_: pytest.fail("the catalogue was encoded again"))
+    monkeypatch.setattr(encoders, "encode_titles", lambda *_: pytest.fail("the catalogue was encoded again"))
     second = tfidf(cache=tmp_path)
     for retriever in (first, second):
         assert retriever.score_ranks(["rose cream"], [6], [[]]).rank == [2]
     assert first.fingerprint == second.fingerprint
-    assert indices.load_titles(folder) == TITLES
+    assert encoders.load_titles(folder) == TITLES
 
 
 def test_a_damaged_cache_is_named(tmp_path):
@@ -158,7 +157,7 @@ def test_the_self_test_reports_and_refuses():
     _, share = retrieval.open_retriever(TITLES)
     assert share == 1.0  # twins do not outrank each other, blank titles are not asked for
     same = GivenVectors(dict.fromkeys(TITLES, unit(np.ones(4))))
-    index = indices.open_index(TITLES, same, None)
+    index = encoders.open_index(TITLES, same, None)
     shuffled = index._replace(vectors=unit(np.random.default_rng(0).normal(size=(10, 4))))
     with pytest.raises(UserError, match=r"self-test: .* of 9 titles retrieve themselves, at least 90%"):
         Retriever(LocalBackend(same, shuffled)).self_test(TITLES)
@@ -169,7 +168,7 @@ def test_the_self_test_reports_and_refuses():
 def test_a_catalogue_of_nan_is_refused():
     with pytest.raises(retrieval.NonFiniteScores, match="vector of 'rose hand cream'"):
         vectors = dict.fromkeys(TITLES, np.ones(2, np.float32)) | {"rose hand cream": np.full(2, np.nan, np.float32)}
-        indices.open_index(TITLES, GivenVectors(vectors), None)
+        encoders.open_index(TITLES, GivenVectors(vectors), None)
     with pytest.raises(retrieval.NonFiniteScores, match="'b'"):
         encoders.check_finite(sparse.csr_matrix(np.array([[0, 1], [np.nan, 0]], np.float32)), ["a", "b"])
 
@@ -193,7 +192,7 @@ def test_a_history_is_a_part_of_the_query_for_ranks_and_for_the_nearest(kind):
         titles = [" ".join(rng.choice(words, 4)) for _ in range(300)]
         texts = ["", *(" ".join(rng.choice(words, 3)) for _ in range(69))]
         encoder = encoders.TfidfEncoder(titles)
-        index = indices.open_index(titles, encoder, None)
+        index = encoders.open_index(titles, encoder, None)
         vectors, wanted = (found.toarray().astype(np.float64) for found in (index.vectors, encoder.encode(texts)))
         emphasis = 1 + np.log(301 / (1 + (vectors > 0).sum(0)))
     else:
@@ -230,6 +229,66 @@ def test_a_text_that_says_nothing_asks_with_the_history_and_the_targets_title_be
 
 
 def test_the_nearest_are_fewer_where_nothing_is_left_and_the_first_of_equal_ones():
-    found = local.local_backend(TITLES).nearest(["red nail polish", "soap"], 3, [[], range(9)])
+    found = ranking.local_backend(TITLES).nearest(["red nail polish", "soap"], 3, [[], range(9)])
     assert [row for row, _ in found[0]] == [0, 3, 1] and found[0][0][1] == pytest.approx(1)
     assert found[1] == [(9, 0.0)]
+
+
+class Faulty:
+    """A backend that fails as it is told, call by call; None lets a call through, a function changes its counts."""
+
+    def __init__(self, *faults):
+        self.inner = ranking.local_backend(TITLES)
+        self.fingerprint = self.inner.fingerprint
+        self.faults = list(faults)
+
+    def count(self, parts):
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        counts = self.inner.count(parts)
+        return [fault(one) for one in counts] if fault else counts
+
+
+def ask(retriever):
+    return retriever.score_ranks(["night rose"], [6], [[]])
+
+
+def test_a_failure_is_tried_again_after_longer_and_longer_pauses(monkeypatch):
+    monkeypatch.setattr(retrieval, "ATTEMPTS", 8)
+    faults = [*[retrieval.RetrievalError("it died")] * 6, retrieval.NonFiniteScores("nan")]
+    pauses = []
+    assert ask(Retriever(Faulty(*faults), wait=pauses.append)).rank == [1]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    with pytest.raises(ZeroDivisionError):  # a bug is none
+        ask(Retriever(Faulty(ZeroDivisionError("a bug")), wait=pytest.fail))
+
+
+@pytest.mark.parametrize("column", ["score", "log_sum"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_that_are_not_finite_are_a_failure(column, value):
+    def spoil(counts):
+        return counts._replace(**{column: np.full(1, value)})
+
+    retriever = Retriever(Faulty(*[spoil] * retrieval.ATTEMPTS), wait=lambda _: None)
+    ranks = ask(retriever)
+    assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
+    assert ask(retriever).rank == [1]
+
+
+def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one(monkeypatch):
+    """Two failed calls of the last four; older ones are forgotten."""
+    for name, value in (("ATTEMPTS", 1), ("BUDGET", 2), ("WINDOW", 4)):
+        monkeypatch.setattr(retrieval, name, value)
+    lost = retrieval.RetrievalError("it died")
+    retriever = Retriever(Faulty(lost, lost, None, None, lost, lost, lost))
+
+    def reward(prompts, completions):
+        return list(ask(retriever).rank)
+
+    def collected():
+        return np.isnan(collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")).item()
+
+    assert [collected() for _ in range(6)] == [True, True, False, False, True, True]
+    with pytest.raises(StopRun, match=r"failed in 3 of the last 4 calls \(the budget is 2\).*RetrievalError: it died"):
+        collected()

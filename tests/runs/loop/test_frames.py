@@ -13,7 +13,7 @@ MOST_FRAMES = 12  # of ours; those of JAX and of Python do not count
 PACKAGE = str(Path(grpo_jax.__file__).parent)
 
 
-def test_few_frames_lie_between_main_and_the_loss(place, tmp_path, monkeypatch):
+def test_few_frames_lie_between_main_and_the_loss(place, tmp_path, monkeypatch, own_programs):
     found = []
 
     class Seen(Exception):

@@ -58,15 +58,15 @@ def test_one_turn_is_refused():
 
 
 def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
-    from bridges.miniature import lens
+    from bridges.miniature import world
 
     made = config(judges={"renderer": {"kind": "hidden_lens"}, "scorer": {"kind": "open_clip"}}, seed=5)
     data = made.task.load(TaskSetup(made, None, lambda *_: None))
     rows = data.prompts.test[:16]
     found = data.report.references(rows)
     assert found["unchanged"] == [row.prompt for row in rows]
-    lenses = [lens.lens_of(noise_seed(5, 0, row.id, evaluation=True)) for row in rows]
-    expected = [lens.undone(row.columns["oracle"], one) for row, one in zip(rows, lenses, strict=True)]
+    lenses = [world.lens_of(noise_seed(5, 0, row.id, evaluation=True)) for row in rows]
+    expected = [world.undone(row.columns["oracle"], one) for row, one in zip(rows, lenses, strict=True)]
     assert found["oracle"] == expected != [row.columns["oracle"] for row in rows]
     assert set(data.environment.controls) == {"blind", "wrong"} and data.environment.shows_pictures
     plain = config()

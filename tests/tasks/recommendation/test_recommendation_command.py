@@ -54,7 +54,7 @@ def command(folder, run_dir, **changes):
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
         ({"rewards": '[{"name": "ndcg", "options": {"map": 1.0}}]'}, "got an unexpected keyword argument 'map'"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
-        ({"eval_rewards": '["recall@5"]'}, "hit, mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
+        ({"eval_rewards": '["recall@5"]'}, "mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
         ({"task.retrieval.encoder": "no/such-model"}, "no/such-model"),
         ({"sft.batch": 64}, "sft.batch: expected at most"),
         ({"data.prompts": "rows.jsonl"}, "data.prompts: expected nothing: prompts are made of histories"),

@@ -206,8 +206,7 @@ def test_another_catalogue_is_refused_by_name(folder, summary):
 
 def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
     from bridges import retrieval
-    from bridges.retrieval import retriever
-    from bridges.retrieval.local import LocalBackend
+    from bridges.retrieval.ranking import LocalBackend
 
     count, calls = LocalBackend.count, []
 
@@ -219,7 +218,7 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
 
     monkeypatch.setattr(LocalBackend, "count", dying)
     for name, value in (("ATTEMPTS", 1), ("BUDGET", 0)):
-        monkeypatch.setattr(retriever, name, value)
+        monkeypatch.setattr(retrieval, name, value)
     with pytest.raises(StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; go on with --resume"):
         run(config_of(folder, "broken", sft={"steps": 0}))
     assert not (folder / "broken" / "summary.json").exists()

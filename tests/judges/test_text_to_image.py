@@ -11,6 +11,7 @@ diffusers = pytest.importorskip("diffusers")
 from support import tiny_models, tiny_pipelines  # noqa: E402
 
 from bridges.judges.text_to_image import TextToImage  # noqa: E402
+from grpo_jax.config.command_line import parse  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 # torch's arrays and NumPy 2, inside diffusers' schedulers
@@ -111,6 +112,24 @@ def test_pictures_are_those_of_diffusers_from_the_same_latents(kind, folders, lo
         expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=guidance)
         torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
         assert (images[0] - images[2]).abs().max() > 1e-3  # or the comparison would show nothing
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "window"),
+    [
+        ("prompt_enhancement_sdxl_turbo", "StableDiffusionXLPipeline", 77),
+        ("prompt_enhancement_flux_schnell", "FluxPipeline", 256),
+    ],
+)
+def test_a_shipped_config_draws(config, kind, window, folders):
+    small = [f"--judges.renderer.path={folders[kind]}", "--judges.renderer.size=32", "--judges.renderer.batch_size=2"]
+    judge = parse([f"--config={config}", *small]).judges["renderer"]
+    judge.check()
+    renderer = judge.load("cpu")
+    assert f": {kind}, 4 steps, window {window} tokens" in str(renderer)
+    images = renderer.draw(["a red dog", "two cats"], [1, 1], evaluation=True)
+    assert images.shape == (2, 3, 32, 32) and torch.isfinite(images).all()
+    assert renderer.pipeline.vae.dtype == torch.bfloat16
 
 
 @some_kinds
@@ -231,7 +250,7 @@ def test_what_a_pipeline_ignores_is_refused_before_anything_is_read(kind, fields
     [
         ("FluxPipeline", {"eval_guidance": 2.0}, "guidance, eval_guidance: expected 1, as .* draws without guidance"),
         ("StableDiffusionPipeline", {"size": 30}, "`height` and `width` have to be divisible by 8"),
-        ("FluxPipeline", {"size": 30}, "size: expected a multiple of 4, such as 32, got 30"),
+        ("FluxPipeline", {"size": 30}, "size: the model draws 28 pixels where 30 were asked for"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_when_it_is_loaded(kind, fields, message, folders):
@@ -251,10 +270,6 @@ def test_lora_weights_that_do_not_fit_are_refused(folders, tmp_path):
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(UserError, match="cannot load LoRA weights from"):
         judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).load("cpu")
-    file.rename(lora / "one.safetensors")
-    shutil.copy(lora / "one.safetensors", lora / "two.safetensors")
-    with pytest.raises(UserError, match=r"or the name of a file, got .*one\.safetensors., .two\.safetensors"):
-        judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).check()
 
 
 def test_folders_of_other_kinds_and_with_code_are_refused(folders, tmp_path):

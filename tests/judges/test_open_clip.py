@@ -55,7 +55,7 @@ def to_pil(image):
     return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (40, 40), (50, 33), (16, 20)])
+@pytest.mark.parametrize("shape", [(24, 24), (50, 33), (16, 20)])
 def test_features_and_similarities_are_those_of_open_clip(scorer, reference, shape):
     """Resized or not: what has another size goes through open_clip's own transform."""
     model, transform, tokenizer = reference
@@ -70,6 +70,12 @@ def test_features_and_similarities_are_those_of_open_clip(scorer, reference, sha
     torch.testing.assert_close(pairs, (text * text.flip(0)).sum(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(scorer.text_text(TEXTS, TEXTS), torch.ones(4))
     assert scorer.image_text(images, TEXTS).std() > 1e-4  # or the comparisons would show nothing
+
+
+def test_the_plan_counts_its_weights(folder, scorer):
+    weights = 4 * sum(parameter.numel() for parameter in scorer.model.parameters())
+    for dtype, share in (("float32", 1), ("bfloat16", 2)):
+        assert OpenClip(model=str(folder), dtype=dtype).memory()[0][1] == pytest.approx(weights / share, rel=1e-3)
 
 
 def test_scores_do_not_depend_on_their_company(folder):
@@ -108,10 +114,6 @@ def test_wrong_inputs(scorer):
         scorer.image_features(torch.zeros(3, 24, 24))
     with pytest.raises(ValueError, match=r"uint8"):
         scorer.image_features(torch.zeros(1, 3, 24, 24, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="expected pairs, got 2 and 1"):
-        scorer.image_text(torch.zeros(2, 3, 24, 24), ["a"])
-    with pytest.raises(ValueError, match="expected pairs"):
-        scorer.text_text(["a"], [])
 
 
 @pytest.mark.parametrize(
@@ -122,17 +124,12 @@ def test_wrong_inputs(scorer):
         ("ViT-B/32", "nowhere", "expected a safetensors file or weights of ViT-B-32, openai.*, got 'nowhere'"),
         ("local-dir:/nowhere/at/all", None, "no such folder"),
         ("laion/some-model", None, "hf-hub:laion/some-model"),
+        ("ViT-B-32", "laion2b_s34b_b79k", r"cannot load the scorer ViT-B-32 \(laion2b_s34b_b79k\)"),
     ],
 )
 def test_models_that_do_not_exist(model, pretrained, message):
     with pytest.raises(UserError, match=message) as caught:
         load_scorer(model, pretrained=pretrained)
-    assert "\n" not in str(caught.value)
-
-
-def test_weights_that_are_not_here():
-    with pytest.raises(UserError, match=r"cannot load the scorer ViT-B-32 \(laion2b_s34b_b79k\)") as caught:
-        load_scorer("ViT-B-32", pretrained="laion2b_s34b_b79k")
     assert "\n" not in str(caught.value)
 
 
@@ -144,18 +141,15 @@ def test_broken_folders(tmp_path, folder):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot load the scorer"):
         load_scorer(copy)
-    torch.save({}, copy / "open_clip_pytorch_model.bin")
-    weights.unlink()
-    with pytest.raises(UserError, match="and a safetensors file"):
-        load_scorer(copy)
-
-
-def test_weights_of_another_model_are_refused(tmp_path, folder):
-    copy = shutil.copytree(folder, tmp_path / "copy")
+    shutil.copy(folder / weights.name, weights)
     config = json.loads((copy / "open_clip_config.json").read_text())
     config["model_cfg"]["vision_cfg"]["layers"] = 3
     (copy / "open_clip_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"cannot load the scorer .* Missing key"):
+        load_scorer(copy)
+    torch.save({}, copy / "open_clip_pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(UserError, match="and a safetensors file"):
         load_scorer(copy)
 
 
@@ -175,23 +169,17 @@ def test_quality_heads(tmp_path, scorer):
         expected = features.numpy()
         for i, (weight, bias) in enumerate(layers):
             expected = (np.maximum(expected, 0) if i and activation == "relu" else expected) @ weight.T + bias
-        scores = load_quality_head(tmp_path / "head.safetensors", scorer.width)(features)
-        np.testing.assert_allclose(scores.numpy(), expected[:, 0], atol=1e-5)
+        scorer.quality_head = load_quality_head(tmp_path / "head.safetensors", scorer.width)
+        np.testing.assert_allclose(scorer.quality(pictures(5)).numpy(), expected[:, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "tensors",
-    [{"weight": torch.ones(1, 5), "bias": torch.ones(1)}, {"weight": torch.ones(1, 4)}, {"scale": torch.ones(4)}],
+    [{"weight": torch.ones(1, 5), "bias": torch.ones(1)}, {"weight": torch.ones(1, 4)}, {"scale": torch.ones(4)}, None],
 )
-def test_quality_heads_that_do_not_fit(tmp_path, tensors):
-    save_file(tensors, tmp_path / "head.safetensors")
-    with pytest.raises(UserError, match="expected layers with biases from 4 numbers to 1"):
+def test_quality_heads_that_do_not_fit_or_are_missing(tmp_path, tensors):
+    if tensors is not None:
+        save_file(tensors, tmp_path / "head.safetensors")
+    with pytest.raises(UserError, match=r"quality head .*head\.safetensors") as caught:
         load_quality_head(tmp_path / "head.safetensors", 4)
-
-
-def test_missing_or_broken_quality_heads(tmp_path):
-    with pytest.raises(UserError, match="cannot load the quality head"):
-        load_quality_head(tmp_path / "none.safetensors", 4)
-    (tmp_path / "bad.safetensors").write_bytes(b"1234567890")
-    with pytest.raises(UserError, match="cannot load the quality head"):
-        load_quality_head(tmp_path / "bad.safetensors", 4)
+    assert "\n" not in str(caught.value)

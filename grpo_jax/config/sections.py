@@ -28,7 +28,6 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.named import name_tools
 
-MOST_TURNS = 64
 TODAY = "today"
 """Of data.chat_template_options: the date that a template writes."""
 
@@ -186,12 +185,6 @@ class DataSection(Section):
         require(bool(dated), f"chat_template_options.{TODAY}", '"YYYY-MM-DD"', today)
 
     @property
-    def template_options(self) -> dict[str, Any]:
-        """Options of the chat template, the same for all rows, without tools by name."""
-        schemas = [tool for tool in self.tools if not isinstance(tool, str)]
-        return {"enable_thinking": False, **self.chat_template_options, **({"tools": schemas} if schemas else {})}
-
-    @property
     def tool_names(self) -> tuple[str, ...]:
         """Import paths of tools that can be called."""
         return tuple(tool for tool in self.tools if isinstance(tool, str))
@@ -215,7 +208,7 @@ class SamplingSection(Section):
     stop: Texts = []
     """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
     that completes such a text are kept and trained."""
-    turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
+    turns: Annotated[int, Ge(1), Le(64)] = 1
     """How often the policy writes in an episode, at most: above 1 an observation stands between."""
     max_observation_tokens: Length = 64
     """Most tokens that stand between two turns, the chat template's marks and the places of pictures among them; a

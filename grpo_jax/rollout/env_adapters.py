@@ -353,12 +353,13 @@ def _loaded(name: str) -> Any:
 
 def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
-    options = section.template_options
+    options = {"enable_thinking": False, **section.chat_template_options}
     if TODAY in options:
         options[TODAY] = datetime.date.fromisoformat(options[TODAY])
+    schemas = [tool for tool in section.tools if not isinstance(tool, str)]
     if section.tool_names:
-        options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
-    return options
+        schemas += toolbox(section.tool_names).schemas
+    return options | ({"tools": schemas} if schemas else {})
 
 
 class ToolEpisode:

@@ -171,9 +171,6 @@ class DataSection(Section):
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
     """Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for Qwen3-VL), within
     what the policy's folder allows; 0 keeps each one's shape, as its processor does."""
-    allowed_tokens: Literal["all", "ascii", "english"] = "all"
-    """What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone; "english", those of ASCII
-    letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may."""
     forbidden_tokens: list[int | str] = []
     """Tokens that do not exist for sampler, update and reference, each by its id or as a text that is one token."""
 

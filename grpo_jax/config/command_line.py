@@ -16,8 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from grpo_jax.config.fields import KEY, Argument, ConfigField, Section, build, hint, merged, to_yaml, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
-from grpo_jax.config.other_names import ALL_NAMES, fields_of, hint_for
-from grpo_jax.config.removed import REMOVED
+from grpo_jax.config.other_names import ALL_NAMES, REMOVED, fields_of, hint_for
 from grpo_jax.config.run import find_task, make_config
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 

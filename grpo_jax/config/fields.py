@@ -20,8 +20,7 @@ from pydantic_core import PydanticUndefined, core_schema
 
 from grpo_jax.config.files import Fields, Values, read_yaml
 from grpo_jax.config.named import FILE, load_module
-from grpo_jax.config.other_names import hint_for
-from grpo_jax.config.removed import REMOVED
+from grpo_jax.config.other_names import REMOVED, hint_for
 from grpo_jax.errors import FieldError, UserError, one_line, short_name, short_repr
 
 KEY = "kind"

@@ -113,7 +113,7 @@ def find_config(name: str) -> Path:
     if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
     left = REMOVED.get(f"config.{stem}")
-    hint = f"it {left}" if left else f"configs that ship with grpo_jax: {one_line(', '.join(shipped), 155)}"
+    hint = f"it {left}" if left else f"configs that ship with grpo_jax: {one_line(', '.join(shipped), 150)}"
     raise UserError(f"--config {short_name(name)}: no such file; {hint}")
 
 

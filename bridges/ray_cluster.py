@@ -98,7 +98,9 @@ def join(
             except Exception as error:
                 _shut_down()
                 if not attempts_left:
-                    raise UserError(f"cannot join the Ray cluster {address or 'here'}: {told(error)}") from error
+                    token = "its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+                    where = f"at {address} ({token})" if address else "of this machine"
+                    raise UserError(f"cannot join the Ray cluster {where}: {told(error)}") from error
     finally:
         os.dup2(terminal, 2)
         os.close(terminal)

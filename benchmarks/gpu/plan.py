@@ -17,8 +17,7 @@ import timing
 from outcome import Figures, Measurements, Skip
 
 from grpo_jax.config.run import Config, make_config
-from grpo_jax.planning.programs import report_program, run_programs
-from grpo_jax.planning.shapes import Program
+from grpo_jax.planning.programs import Program, report_program, run_programs
 from grpo_jax.planning.targets import TARGETS, Target
 
 ALLOWED = 0.1

@@ -16,7 +16,7 @@ import jax
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import apart_and_joined
-from grpo_jax.planning.shapes import state_shapes, tree_bytes
+from grpo_jax.planning.programs import state_shapes, tree_bytes
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}

@@ -22,9 +22,9 @@ from launches import program_sizes, read_program
 
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.architectures import ModelConfig, read_model_config
+from grpo_jax.planning import GIB
 from grpo_jax.planning.memory import FREE, RUNTIME, held_memory
-from grpo_jax.planning.programs import compile_program, count_work, read_memory, run_programs
-from grpo_jax.planning.shapes import GIB, state_shapes
+from grpo_jax.planning.programs import compile_program, count_work, read_memory, run_programs, state_shapes
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
 
 Cell = dict[str, Any]

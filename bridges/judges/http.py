@@ -31,7 +31,11 @@ _LONGEST_ANSWER = 2**26  # bytes
 
 
 class Http(Judge):
-    """Judges texts by asking an address; named among the rewards, it is one."""
+    """Judges texts by asking an address; named among the rewards, it is one.
+
+    The address is sent {"prompts": [...], "completions": [...], "columns": {name: [...]}} and answers
+    {"scores": [...]}, a number or null for each completion.
+    """
 
     url: str = resume_mutable("")
     """Where batches are sent by POST, http:// or https://."""
@@ -58,13 +62,71 @@ class Http(Judge):
         """Refuse headers that are not there; no request is made."""
         read_headers(self.headers_from)
 
-    def load(self, device: str = "cpu") -> HttpJudge:
-        """Return the judge; the device is not its own."""
-        return HttpJudge(self)
-
     def memory(self) -> list[tuple[str, int, str]]:
         """None on this machine."""
         return [("HTTP", 0, "runs elsewhere")]
+
+    def __str__(self) -> str:
+        return f"{_shown(self.url)}: {self.concurrency} requests at once, of {self.batch_size} completions"
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:
+        """Return a score or None for each of B completions; of the columns, B values each, the config's are sent."""
+        missing = [name for name in self.columns if name not in columns]
+        require(not missing, "columns", "columns of the data", missing)
+        size = self.batch_size
+        requests = []
+        for rows in (slice(start, start + size) for start in range(0, len(completions), size)):
+            sent = {name: columns[name][rows] for name in self.columns}
+            requests.append({"prompts": prompts[rows], "completions": completions[rows], "columns": sent})
+        stopped = threading.Event()
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="http judge")
+        try:
+            answers = [pool.submit(self._ask, request, stopped) for request in requests]
+            return [score for answer in answers for score in answer.result()]
+        finally:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, batch: dict[str, Sequence[str]], stopped: threading.Event) -> list[float | None]:
+        """Send one batch until it is answered."""
+        request = json.dumps(batch).encode()
+        for attempt in range(self.attempts):
+            try:
+                return _scores(self._post(request), len(batch["completions"]))
+            except _PassingError as error:
+                reason = str(error)
+                pause = pause_after(attempt, error.retry_after)
+            if attempt + 1 < self.attempts and stopped.wait(pause):
+                break
+        raise JudgeError(f"{reason}, {self.attempts} attempts, {_shown(self.url)}")
+
+    def _post(self, request: bytes) -> bytes:
+        """One attempt: the answer's body."""
+        headers = {**read_headers(self.headers_from), "Content-Type": "application/json"}
+        post = urllib.request.Request(self.url, request, headers, method="POST")
+        body, seconds = b"", self.timeout
+        deadline = time.monotonic() + seconds
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(post, timeout=seconds) as answer:
+                while len(body) < _LONGEST_ANSWER and (came := answer.read1(2**16)):
+                    body += came
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                if answer.length and len(body) < _LONGEST_ANSWER:
+                    raise HTTPException(f"the answer broke off {answer.length} bytes before its end")
+                return body
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = f"HTTP {error.code} {one_line(error.reason, 40)}"
+                if error.code in PASSING:
+                    after = error.headers.get("Retry-After", "")  # a date is not read
+                    raise _PassingError(reason, float(after) if after.isdecimal() else 0.0) from error
+            raise JudgeError(f"{reason}, {_shown(self.url)}") from error
+        except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise _PassingError(f"no whole answer within {seconds:g} s") from error
+            raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 80)}") from error
 
 
 class JudgeError(RuntimeError):
@@ -86,92 +148,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """No other request: the answer that redirects is an error."""
 
 
-class HttpJudge:
-    """A judge behind an address, itself a reward.
-
-    It is sent {"prompts": [...], "completions": [...], "columns": {name: [...]}} and answers {"scores": [...]}, a
-    number or null for each completion.
-
-    Attributes:
-        name: The address without its query.
-    """
-
-    device = "cpu"
-
-    def __init__(self, config: Http, first_pause: float = FIRST_PAUSE):
-        """Read the headers; `first_pause` is in seconds."""
-        parts = urlsplit(config.url)
-        self.name = f"{parts.scheme}://{parts.netloc}{parts.path}"
-        self._config = config
-        self._headers = {**read_headers(config.headers_from), "Content-Type": "application/json"}
-        self._first_pause = first_pause
-        self._opener = urllib.request.build_opener(_NoRedirect)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self._config.concurrency} requests at once, of {self._config.batch_size} completions"
-
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:
-        """Return a score or None for each of B completions; of the columns, B values each, the config's are sent."""
-        missing = [name for name in self._config.columns if name not in columns]
-        require(not missing, "columns", "columns of the data", missing)
-        size = self._config.batch_size
-        requests = []
-        for rows in (slice(start, start + size) for start in range(0, len(completions), size)):
-            sent = {name: columns[name][rows] for name in self._config.columns}
-            requests.append({"prompts": prompts[rows], "completions": completions[rows], "columns": sent})
-        stopped = threading.Event()
-        pool = ThreadPoolExecutor(self._config.concurrency, thread_name_prefix="http judge")
-        try:
-            answers = [pool.submit(self._ask, request, stopped) for request in requests]
-            return [score for answer in answers for score in answer.result()]
-        finally:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _ask(self, batch: dict[str, Sequence[str]], stopped: threading.Event) -> list[float | None]:
-        """Send one batch until it is answered."""
-        request = json.dumps(batch).encode()
-        for attempt in range(self._config.attempts):
-            try:
-                return _scores(self._post(request), len(batch["completions"]))
-            except _PassingError as error:
-                reason = str(error)
-                pause = pause_after(attempt, self._first_pause, error.retry_after)
-            if attempt + 1 < self._config.attempts and stopped.wait(pause):
-                break
-        raise JudgeError(f"{reason}, {self._config.attempts} attempts, {self.name}")
-
-    def _post(self, request: bytes) -> bytes:
-        """One attempt: the answer's body."""
-        post = urllib.request.Request(self._config.url, request, self._headers, method="POST")
-        body, seconds = b"", self._config.timeout
-        deadline = time.monotonic() + seconds
-        try:
-            with self._opener.open(post, timeout=seconds) as answer:
-                while len(body) < _LONGEST_ANSWER and (came := answer.read1(2**16)):
-                    body += came
-                    if time.monotonic() > deadline:
-                        raise TimeoutError
-                if answer.length and len(body) < _LONGEST_ANSWER:
-                    raise HTTPException(f"the answer broke off {answer.length} bytes before its end")
-                return body
-        except urllib.error.HTTPError as error:
-            with error:
-                reason = f"HTTP {error.code} {one_line(error.reason, 40)}"
-                if error.code in PASSING:
-                    after = error.headers.get("Retry-After", "")  # a date is not read
-                    raise _PassingError(reason, float(after) if after.isdecimal() else 0.0) from error
-            raise JudgeError(f"{reason}, {self.name}") from error
-        except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise _PassingError(f"no whole answer within {seconds:g} s") from error
-            raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 80)}") from error
+def _shown(url: str) -> str:
+    """Return an address without its query, which may hold a key."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
-def pause_after(attempt: int, first: float, retry_after: float) -> float:
+def pause_after(attempt: int, retry_after: float) -> float:
     """Seconds after failed attempt `attempt`, from 0: exponential backoff with jitter, at least `retry_after`."""
-    backoff = min(first * 2**attempt, LONGEST_PAUSE)
+    backoff = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
     return max(random.uniform(backoff / 2, backoff), min(retry_after, LONGEST_PAUSE))
 
 

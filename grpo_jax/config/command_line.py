@@ -14,8 +14,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
-
 from grpo_jax.config.fields import (
     KEY,
     Argument,
@@ -23,7 +21,6 @@ from grpo_jax.config.fields import (
     Section,
     build,
     hint,
-    is_text,
     listed,
     merged,
     to_yaml,
@@ -32,7 +29,7 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import ALL_NAMES, fields_of, hint_for
 from grpo_jax.config.removed import REMOVED
-from grpo_jax.config.run import find_task, make_config, with_defaults
+from grpo_jax.config.run import find_task, make_config
 from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
@@ -101,10 +98,12 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     neutral = {"task": "text"} if asked["help"] and not files else {}
     values = reduce(merged, map(read_config, files), neutral)
     task = [(name, value) for name, value in own if name in ("task", f"task.{KEY}")]
-    values = with_defaults(_assigned(values, task))
-    kind = find_task(values["task"]).config
+    values = _assigned(values, task)
+    chosen = find_task(values.get("task"))
+    values, kind = merged(chosen.defaults, values), chosen.config
     judges = _assigned(values, [(name, value) for name, value in own if _JUDGE.fullmatch(name)])
-    values = _assigned(values, own, {field.path for field in walk(kind, judges) if is_text(field.info.annotation)})
+    texts = {field.path for field in walk(kind, judges) if field.info.annotation in (str, str | None)}
+    values = _assigned(values, own, texts)
     if asked["help"]:
         shown = help_text(asked["help"][0], kind, values, command)
     else:
@@ -120,19 +119,14 @@ def find_config(name: str) -> Path:
     """Find a config: a file as named, else one that ships with the package (with or without .yaml)."""
     if os.path.exists(name) and not os.path.isdir(name):
         return Path(name)
-    stem, shipped = Path(name).name.removesuffix(".yaml"), shipped_configs()
+    package, stem = Path(__file__).parents[1], Path(name).name.removesuffix(".yaml")
+    folders = [package.parent / "configs", package / "configs"]  # of a checkout, of the wheel
+    shipped = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
     left = REMOVED.get(f"config.{stem}")
     hint = f"it {left}" if left else f"configs that ship with grpo_jax: {listed(shipped)}"
     raise UserError(f"--config {short_name(name)}: no such file; {hint}")
-
-
-def shipped_configs() -> dict[str, Path]:
-    """Return the configs that ship with the package, by name: those of the wheel, or of a checkout."""
-    package = Path(__file__).parents[1]
-    folders = [package.parent / "configs", package / "configs"]
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_config(path: Path) -> Fields:
@@ -222,7 +216,8 @@ def help_text(topic: str, kind: type[Section], values: Values, command: str) -> 
     fields = [field for field in walk(kind, values) if field.inner is None or "list" in str(field.info.annotation)]
     sections: dict[str, str] = {}
     for field in fields:
-        sections[_home(field)] = _help(field) if _home(field) == field.path else _sentence(field.about)
+        whole = _home(field) == field.path
+        sections[_home(field)] = _paragraph(field.info.description if whole else field.about.__doc__)
     if not topic:
         return _first_screen(SCREENS[command], fields, sections)
     for name in (topic, *fields_of(ALL_NAMES.get(topic, ""))[:1]):
@@ -248,7 +243,7 @@ def _first_screen(screen: str, fields: Sequence[ConfigField], sections: Mapping[
             screen,
             "Used most, with the values in force (--print_config prints all of them):",
             _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
-            *(_row(f"--{field.path}", _spelled(field, _VALUES), _help(field)) for field in used),
+            *(_row(f"--{field.path}", _spelled(field, _VALUES), _paragraph(field.info.description)) for field in used),
             "",
             "Sections (--help SECTION, --help SECTION.FIELD, --help all; --task and --config beside it count):",
             *(_row(name, "", about) for name, about in sections.items() if not name.endswith(".pool")),
@@ -275,19 +270,15 @@ def _option(field: ConfigField) -> str:
     kind = f"{', '.join(field.marked.kinds)}, file.py:Class" if field.marked else _type_word(field.info.annotation)
     fill = functools.partial(textwrap.fill, width=_WIDTH, break_on_hyphens=False, break_long_words=False)
     first = fill(f"{name}  {kind}  ({value})", initial_indent="  ", subsequent_indent=" " * 8)
-    return f"{first}\n{fill(_help(field), initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"
+    return f"{first}\n{fill(_paragraph(field.info.description), initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"
 
 
-def _help(field: ConfigField) -> str:
-    return " ".join((field.info.description or "").split())
-
-
-def _sentence(about: type[Section]) -> str:
-    paragraph = " ".join((about.__doc__ or "").strip().partition("\n\n")[0].split())
-    return re.split(r"(?<=\.) (?=[A-Z\"`])", paragraph, maxsplit=1)[0]
+def _paragraph(text: str | None) -> str:
+    return " ".join((text or "").strip().partition("\n\n")[0].split())
 
 
 def _spelled(field: ConfigField, most: int | None = None) -> str:
+    """Return a value as a command line or a file spells it; of tasks and judges the kind."""
     value = field.value
     if field.marked:
         given = {"": value} if field.name == "task" else value or {}
@@ -295,16 +286,7 @@ def _spelled(field: ConfigField, most: int | None = None) -> str:
         value = kinds[""] if field.name == "task" else kinds
     if most and isinstance(value, list) and value:
         return f"[{len(value)} entries]"
-    return spelled(value, most)
-
-
-def spelled(value: object, most: int | None = None) -> str:
-    """Return a value as a command line or a file spells it."""
-    text = str(value) or '""'
-    if not isinstance(value, str):
-        plain = json.loads(json.dumps(value))  # with texts in place of arguments
-        text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**20)
-    text = " ".join(text.strip().removesuffix("...").split())
+    text = " ".join(value.split()) or '""' if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -189,11 +189,6 @@ class OneOf:
         raise ValueError(f"{place} has no task or judge called {name} (it has: {have})")
 
 
-def is_text(hint: object) -> bool:
-    """Return whether a field of this type holds text, or null."""
-    return hint is str or set(get_args(hint)) == {str, type(None)}
-
-
 def _is_section(hint: object) -> TypeGuard[type[Section]]:
     return isinstance(hint, type) and issubclass(hint, Section)
 

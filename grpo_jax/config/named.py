@@ -104,8 +104,8 @@ def import_path(function: Callable[..., Any], label: str) -> str:
 
 
 def name_tools(tools: Any) -> Any:
-    """Return a list of tools with names in place of functions and classes, of which one may stand alone."""
-    tools = [tools] if callable(tools) else tools
+    """Return a list of tools with names in place of functions and classes; a tool may stand alone."""
+    tools = [tools] if callable(tools) or isinstance(tools, str) else tools
     return [_named(tool) if callable(tool) else tool for tool in tools] if isinstance(tools, list | tuple) else tools
 
 

@@ -45,6 +45,7 @@ REMOVED: dict[str, str] = {
     # data
     "data.template_date": 'is data.chat_template_options: {today: "YYYY-MM-DD"}',
     "data.enable_thinking": "is data.chat_template_options: {enable_thinking: true}",
+    "data.allowed_tokens": "left: data.forbidden_tokens names tokens, each by its id or as a text",
     "data.streaming": "left: data files of any size are mapped into memory; give data.prompts alone",
     "data.shuffle_buffer": "left with data.streaming: the order is shuffled over the whole data set",
     "data.curriculum": "left: sort the prompts into several files and train on one after another",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from grpo_jax.config import sections
 from grpo_jax.config.fields import Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
-from grpo_jax.config.files import Fields, Values
+from grpo_jax.config.files import Values
 from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.errors import UserError
 
@@ -159,10 +159,6 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
-    laid_over = with_defaults(merged(values or {}, sections))
-    return build(find_task(laid_over["task"]).config, laid_over)
-
-
-def with_defaults(values: Values) -> Fields:
-    """Return values over the defaults of their task."""
-    return merged(find_task(values.get("task")).defaults, values)
+    given = merged(values or {}, sections)
+    task = find_task(given.get("task"))
+    return build(task.config, merged(task.defaults, given))

@@ -28,7 +28,6 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.named import name_tools
 
-MOST_TURNS = 64
 TODAY = "today"
 """Of data.chat_template_options: the date that a template writes."""
 
@@ -111,7 +110,7 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str = ""
-    """Hugging Face folder or hub id (docs/policies.md: which models), a policy of the package by its name, or "new"."""
+    """Hugging Face folder or hub id (docs/policies.md lists models), a policy of the package by its name, or "new"."""
     new: NewPolicySection = Field(default_factory=NewPolicySection)
     """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"
@@ -161,7 +160,7 @@ class DataSection(Section):
     """User message to a chat policy in the rewrite form, {prompt} being the user's prompt. Empty: the prompt alone."""
     system_prompt: str = ""
     """System message of conversations that begin with none; empty for the chat template's default."""
-    tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
+    tools: Annotated[list[dict[str, Any] | str], BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
     chat_template_options: Options = {}
@@ -172,9 +171,6 @@ class DataSection(Section):
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
     """Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for Qwen3-VL), within
     what the policy's folder allows; 0 keeps each one's shape, as its processor does."""
-    allowed_tokens: Literal["all", "ascii", "english"] = "all"
-    """What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone; "english", those of ASCII
-    letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may."""
     forbidden_tokens: list[int | str] = []
     """Tokens that do not exist for sampler, update and reference, each by its id or as a text that is one token."""
 
@@ -189,17 +185,9 @@ class DataSection(Section):
         require(bool(dated), f"chat_template_options.{TODAY}", '"YYYY-MM-DD"', today)
 
     @property
-    def template_options(self) -> dict[str, Any]:
-        """Options of the chat template, the same for all rows, without tools by name."""
-        schemas = [] if isinstance(self.tools, str) else [tool for tool in self.tools if not isinstance(tool, str)]
-        tools = {"tools": schemas} if schemas else {}
-        return {"enable_thinking": False, **self.chat_template_options, **tools}
-
-    @property
     def tool_names(self) -> tuple[str, ...]:
         """Import paths of tools that can be called."""
-        tools = [self.tools] if isinstance(self.tools, str) else self.tools
-        return tuple(tool for tool in tools if isinstance(tool, str))
+        return tuple(tool for tool in self.tools if isinstance(tool, str))
 
 
 class SamplingSection(Section):
@@ -220,7 +208,7 @@ class SamplingSection(Section):
     stop: Texts = []
     """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
     that completes such a text are kept and trained."""
-    turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
+    turns: Annotated[int, Ge(1), Le(64)] = 1
     """How often the policy writes in an episode, at most: above 1 an observation stands between."""
     max_observation_tokens: Length = 64
     """Most tokens that stand between two turns, the chat template's marks and the places of pictures among them; a

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from grpo_jax.errors import UserError
 
 PLAN, MEMORY, TARGET = "--plan", "--device_memory_gib", "--target"
+GIB = 2**30
 
 
 class PlanRequest(NamedTuple):

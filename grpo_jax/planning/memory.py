@@ -27,9 +27,8 @@ from grpo_jax.models.lora import count_weights
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
-from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
-from grpo_jax.planning.programs import Report, report_program, run_programs
-from grpo_jax.planning.shapes import GIB, Shown, state_shapes, tree_bytes
+from grpo_jax.planning import GIB, MEMORY, PLAN, TARGET, PlanRequest
+from grpo_jax.planning.programs import Report, Shown, report_program, run_programs, state_shapes, tree_bytes
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
 from grpo_jax.rollout.data import all_rows, row_facts
 from grpo_jax.rollout.prompts import prompts_of
@@ -101,7 +100,8 @@ class PolicyMemory(NamedTuple):
     weights: int  # parameters and adapters
     optimizer: int  # moments of the trained ones
     reference: int  # a copy for the KL; 0 where the base itself or nothing is the reference
-    behind: int  # the copy of the trained ones that samples ahead (training.async_level); 0 where the newest sample
+    # the copy of the trained ones that samples ahead (training.async_level); 0 where the newest sample
+    rollout_weights: int
     sampling: int = 0  # of the sampling programs, their caches included
     update: int = 0  # of the update and of log-probabilities, gradients included
     # compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds
@@ -110,12 +110,12 @@ class PolicyMemory(NamedTuple):
     @property
     def held(self) -> int:
         """Bytes held all the time."""
-        return self.weights + self.optimizer + self.reference + self.behind
+        return self.weights + self.optimizer + self.reference + self.rollout_weights
 
     @property
     def peak(self) -> int:
         """Held bytes, and the larger of sampling and update, which take turns; where one is ahead, both."""
-        return self.held + (self.sampling + self.update if self.behind else max(self.sampling, self.update))
+        return self.held + (self.sampling + self.update if self.rollout_weights else max(self.sampling, self.update))
 
 
 def plan_policy(
@@ -156,7 +156,7 @@ def held_memory(config: Config, state: TrainState) -> PolicyMemory:
         weights=tree_bytes(state.variables),
         optimizer=tree_bytes(state.opt_state),
         reference=tree_bytes(state.reference),
-        behind=tree_bytes(trained[policy_collection(trained)]) if config.training.async_level > 0 else 0,
+        rollout_weights=tree_bytes(trained[policy_collection(trained)]) if config.training.async_level > 0 else 0,
     )
 
 
@@ -298,7 +298,7 @@ def _capacity(name: str, gib: tuple[float, ...]) -> int:
 
 def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = None) -> list[Line]:
     """The policy's lines of a device; of sampling and update the larger counts, or both where one is ahead."""
-    section, lora, ahead = config.policy, config.policy.lora, memory.behind > 0
+    section, lora, ahead = config.policy, config.policy.lora, memory.rollout_weights > 0
     rank = f" of rank {lora.rank}" if lora.rank else ""
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
     no_copy = "the base without its adapters" if lora.used else "none: no KL"
@@ -309,7 +309,7 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
         Line("parameters", memory.weights, dtype),
         Line("optimizer state", memory.optimizer, "float32"),
         Line("reference", memory.reference, "float32" if memory.reference else no_copy),
-        *([Line("policy that samples ahead", memory.behind, "float32")] if ahead else []),
+        *([Line("policy that samples ahead", memory.rollout_weights, "float32")] if ahead else []),
         Line("sampling", memory.sampling, f"{note}, with its caches", larger or ahead),
         Line("update", memory.update, f"{note}, with its gradients; remat: {section.remat}", not larger or ahead),
     ]

@@ -1,6 +1,7 @@
 """The programs that a run compiles, for arrays that do not exist: here or for a device that is not here.
 
-Their memory is the compiler's; FLOPs and bytes are counted from the jaxpr, loops as often as they turn.
+Shapes of state and batch are those of training's own constructors. Memory of a program is the compiler's; FLOPs and
+bytes are counted from the jaxpr, loops as often as they turn.
 """
 
 from __future__ import annotations
@@ -10,33 +11,44 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
+from grpo_jax.models.decoder import apart_and_joined, init_variables
+from grpo_jax.models.hf.peft import lora_config
+from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import gather
-from grpo_jax.models.variables import VALUE
-from grpo_jax.planning.shapes import (
-    Program,
-    Shown,
-    batch_shapes,
-    picture_shapes,
-    shown_shapes,
-    state_shapes,
-    tree_bytes,
-    update_program,
+from grpo_jax.models.sharding import FSDP, gather, shard_optimizer, shardings
+from grpo_jax.models.variables import (
+    VALUE,
+    VISUAL,
+    PyTree,
+    init_value_head,
+    keeps_layers_apart,
+    make_loss_scale,
+    needs_tower,
+    tower_dtype,
+    weight_dtype,
+    with_tower,
 )
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.pictures import Pictures, pack_windows
+from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning.targets import Target, compile_for, lowering_for
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.sampler import Samples, make_sampler
 from grpo_jax.sampling.samplers import sampling_params
+from grpo_jax.training.batch import Batch, make_batch
+from grpo_jax.training.estimators import make_turn_objectives
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import TrainState, needs_reference
-from grpo_jax.training.update import make_forward_step, needs_old_logprobs
+from grpo_jax.training.state import TrainState, init_state, make_optimizer, make_schedule, needs_reference
+from grpo_jax.training.update import make_configured_step, make_forward_step, make_preparation, needs_old_logprobs
 
 _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
 """Products of queries and keys in the Pallas kernels for GPUs, by name; those for TPUs have none."""
@@ -44,6 +56,143 @@ _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
 
 # The same programs without LLVM's slow passes: buffers are assigned before them.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Shown(NamedTuple):
+    """The most pictures in a prompt and among an episode's observations, and the patches of one picture."""
+
+    prompt: int
+    observations: int
+    patches: int
+
+
+def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
+    """Return the shapes of pictures [*lead, S, C] as a tower takes them."""
+    side = math.isqrt(patches // vision.merged) * vision.merge
+    windows = pack_windows(np.array([side, side]), patches, vision)
+
+    def shape(*axes: int, dtype: type = np.int32) -> PyTree:
+        return jax.ShapeDtypeStruct((*lead, *axes), dtype)
+
+    return Pictures(
+        shape(patches, vision.pixels, dtype=np.float32), shape(2), None if windows is None else shape(*windows.shape)
+    )
+
+
+def state_shapes(
+    config: Config,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    *,
+    pictures: bool = False,
+    platform: str | None = None,
+) -> TrainState:
+    """Return the shapes, dtypes and shardings of the initial state, on this platform (None: JAX's first device's)."""
+    section, lora = config.policy, lora_config(config.policy.lora, model)
+
+    def start() -> TrainState:
+        key = jax.random.key(0)
+        variables = init_variables(model, key, param_dtype=weight_dtype(section), lora=lora)
+        if pictures or needs_tower(section, lora):
+            assert model.vision is not None
+            visual = init_tower(model.vision, key, tower_dtype(section))
+            variables = with_tower(variables, visual, trained=section.vision == "train")
+            if lora is not None:
+                variables["lora"] = init_adapters(variables["params"], key, lora, visual)
+        if config.algorithm.learns_values:
+            variables[VALUE] = init_value_head(model.hidden_size)
+        if keeps_layers_apart(section, platform):
+            variables["params"] = apart_and_joined(variables["params"], model)
+        if section.quantised != "none":
+            variables["params"] = quantise(variables["params"], section.quantised)  # the tower stands beside them
+        return init_state(
+            variables,
+            optimizer_of(config),
+            keep_reference=needs_reference(config.algorithm, config.ppo),
+            loss_scale=make_loss_scale(section.compute_dtype),
+        )
+
+    shapes = jax.eval_shape(start)
+    return shapes if mesh is None else _placed(shapes, shardings(shapes, mesh))
+
+
+def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown | None = None) -> Batch:
+    """Return the shapes of one update's batch at maximum lengths; packing shorter completions takes less."""
+    training, sampling = config.training, config.sampling
+    prompts = training.prompts_per_batch // training.minibatches
+    shape = (prompts, sampling.group_size, sampling.stream_tokens)
+    written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
+    samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
+    options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
+    turns = (*shape[:2], sampling.turns)
+    if sampling.turns > 1:
+        samples = samples._replace(present=written, turn=zeros.astype(np.int32))
+    objectives = make_turn_objectives(jnp.zeros((*turns, 1)), jnp.ones(turns, jnp.int32), config.algorithm, **options)
+    prompt = np.ones((prompts, config.data.max_prompt_tokens), bool)
+    batch = make_batch((prompt.astype(np.int32), prompt), samples, objectives, np.ones(prompts, bool), config.algorithm)
+    if shown is not None:
+        batch = batch._replace(pictures=_shown_pictures(config, policy, state, shown, shape[:2]))
+        batch = batch._replace(packing=None) if "observations" in batch.pictures else batch  # as `make_batch`
+    whole = training.replace(minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
+    forward = make_forward(policy, temperature=sampling.temperature)
+    prepare = make_preparation(forward, config.algorithm, config.ppo, whole)
+    shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
+    if policy.mesh is None:
+        return shapes
+    return _placed(shapes, jax.tree.map(lambda _: NamedSharding(policy.mesh, PartitionSpec(FSDP)), shapes))
+
+
+def _shown_pictures(
+    config: Config, policy: Policy, state: TrainState, shown: Shown, rows: tuple[int, int]
+) -> dict[str, PyTree]:
+    """The pictures of rows (P, G) as the update takes them: states of a frozen tower, else patches."""
+    counts = {"pictures": (rows[:1], shown.prompt), "observations": (rows, shown.observations)}
+    pictures = {
+        name: picture_shapes(policy.config.vision, (*lead, count), shown.patches)
+        for name, (lead, count) in counts.items()
+        if count
+    }
+    if config.policy.vision == "train" or VISUAL in state.variables.get("lora", {}):
+        return pictures
+    return {name: jax.eval_shape(policy.encode_images, state.variables, part) for name, part in pictures.items()}
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of a tree of arrays or shapes on one device: of a leaf that is spread over several, one part."""
+
+    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
+
+
+def optimizer_of(config: Config) -> optax.GradientTransformation:
+    """Return a run's optimizer."""
+    section = config.optimizer.replace(learning_rate=config.learning_rate)
+    schedule = make_schedule(section, max(config.training.max_steps, 1))
+    return make_optimizer(section, schedule)
+
+
+def _placed(shapes: PyTree, places: PyTree) -> PyTree:
+    """Return shapes with a sharding each."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+
+
+class Program(NamedTuple):
+    """A compiled part of a run, not compiled yet.
+
+    Attributes:
+        function: The jitted function that a run calls.
+        arguments: Shapes of its arguments, with their shardings over a mesh.
+        turns: Tokens that its loops of unknown length write; 0 where there are none.
+    """
+
+    function: jax.stages.Wrapped
+    arguments: tuple[PyTree, ...]
+    turns: int = 0
 
 
 class Work(NamedTuple):
@@ -89,7 +238,7 @@ def run_programs(
     programs = _sampling_programs(config, policy, state, shown)
     if needs_old_logprobs(config.algorithm, config.training) or needs_reference(config.algorithm, config.ppo):
         programs["logprobs"] = _logprobs_program(config, policy, state, shown)
-    return programs | {"update": update_program(config, model, mesh, shown, platform)}
+    return programs | {"update": _update_program(config, policy, state, shown)}
 
 
 def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> dict[str, Program]:
@@ -125,10 +274,21 @@ def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: 
     training = config.training
     whole = config.replace(training=training.replace(minibatches=1))
     forward = make_forward(policy, temperature=config.sampling.temperature)
-    pictures = shown_shapes(config, policy.config, policy, state, shown)
-    batch = batch_shapes(whole, state, forward, policy.mesh, pictures)
     step = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
-    return Program(jax.jit(step), (state.variables, batch.read_by_policy()))
+    return Program(jax.jit(step), (state.variables, batch_shapes(whole, policy, state, shown).read_by_policy()))
+
+
+def _update_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
+    """Return one optimizer update at maximum lengths."""
+    step = make_configured_step(
+        make_forward(policy, temperature=config.sampling.temperature),
+        shard_optimizer(optimizer_of(config), policy.mesh),
+        config.algorithm,
+        config.training,
+        config.ppo,
+        max_new_tokens=config.sampling.written_tokens,
+    )
+    return Program(jax.jit(step, donate_argnums=0), (state, batch_shapes(config, policy, state, shown)))
 
 
 def report_program(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:

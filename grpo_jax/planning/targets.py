@@ -18,8 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, short_repr
-from grpo_jax.planning import TARGET
-from grpo_jax.planning.shapes import GIB
+from grpo_jax.planning import GIB, TARGET
 
 EXTRA = "targets"
 _UNTIMED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}

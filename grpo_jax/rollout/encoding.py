@@ -23,7 +23,6 @@ from grpo_jax.models.hf.chat import (
     conversation_encoder,
     knows_option,
     picture_tokens,
-    special_ids,
 )
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
@@ -261,33 +260,18 @@ def continued(written: str, prompt: str) -> ParsedCompletion:
     return ParsedCompletion(" ".join(f"{prompt}{line}".split()), True)
 
 
-_ALLOWED = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
-"""Rules of data.allowed_tokens: printable ASCII; ASCII letters, digits, spaces and the marks of plain sentences."""
-
-
 def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
-    """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
+    """Return the mask bool [V] of all tokens but data.forbidden_tokens; None for every token.
 
-    A rule of data.allowed_tokens allows no special tokens but those that end a completion, which are always allowed,
-    and none beyond the tokenizer's vocabulary. A policy with a vision tower never writes a picture's placeholder:
-    there would be no picture in its place.
+    A policy with a vision tower never writes a picture's placeholder: there would be no picture in its place.
     """
-    rule, forbidden = config.data.allowed_tokens, config.data.forbidden_tokens
-    tokenizer, size, ends = folder.tokenizer, folder.config.vocab_size, list(folder.eos_ids)
+    forbidden, size, ends = config.data.forbidden_tokens, folder.config.vocab_size, list(folder.eos_ids)
     vision = getattr(folder.config, "vision", None)
-    if rule == "all" and not forbidden and vision is None:
+    if not forbidden and vision is None:
         return None
     allowed = np.ones(size, bool)
-    if rule != "all":
-        special = special_ids(tokenizer)
-        count = min(len(tokenizer), size)
-        texts = tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)
-        readable = [i not in special and bool(re.fullmatch(_ALLOWED[rule], text)) for i, text in enumerate(texts)]
-        allowed[:] = False
-        allowed[:count] = readable
-        allowed[ends] = True
     for entry in forbidden:
-        ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
+        ids = [entry] if isinstance(entry, int) else folder.tokenizer(entry, add_special_tokens=False)["input_ids"]
         if len(ids) != 1 or not 0 <= ids[0] < size or ids[0] in ends:
             raise UserError(
                 f"data.forbidden_tokens: {one_line(repr(entry), 60)} is {list(ids)}: name one token by text or "
@@ -295,7 +279,7 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
             )
         allowed[ids[0]] = False
     if not np.delete(allowed, ends).any():
-        raise UserError("data.allowed_tokens and data.forbidden_tokens: no token is left to write")
+        raise UserError("data.forbidden_tokens: no token is left to write")
     if vision is not None:
         allowed[list(picture_tokens(vision))] = False
     return allowed
@@ -310,7 +294,6 @@ def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFold
     if texts is None:
         return None
     for name, changed in (
-        ("data.allowed_tokens", config.data.allowed_tokens != "all"),
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
         ("sampling.stop", bool(config.sampling.stop)),
     ):

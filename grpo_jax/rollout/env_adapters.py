@@ -31,10 +31,6 @@ from grpo_jax.rollout.rewards import Columns, accepted_arguments, as_number, fin
 _STEPS, _WAITING = 65_536, 4_096  # most remembered results of steps, and environments after their last step
 
 
-Prompt = str | list[dict[str, Any]]
-"""A text, or a conversation as chat messages."""
-
-
 class Step(NamedTuple):
     """The result of a step; a class may return it as a plain tuple."""
 
@@ -49,8 +45,8 @@ class SingleEnv(Protocol):
     Both methods may be `async def`.
     """
 
-    def reset(self, seed: int) -> Prompt | Awaitable[Prompt]:
-        """Begin the episode of a seed, and return its prompt."""
+    def reset(self, seed: int) -> str | list[dict[str, Any]] | Awaitable[str | list[dict[str, Any]]]:
+        """Begin the episode of a seed, and return its prompt: a text, or chat messages."""
         ...
 
     def step(self, text: str) -> tuple[str | Observation | None, float | None, bool] | Awaitable[tuple]:
@@ -78,7 +74,7 @@ class EnvRunner(Generic[Single]):
         self._steps: OrderedDict[Key, Step | BaseException] = OrderedDict()
         self._waiting: OrderedDict[Key, Single] = OrderedDict()
 
-    def prompt(self, kind: str, seed: int, method: str) -> Prompt:
+    def prompt(self, kind: str, seed: int, method: str) -> str | list[dict[str, Any]]:
         """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
         with failures_as(lambda error: UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")):
             return finished(awaited(self._makers[kind]().reset(seed)))
@@ -357,12 +353,13 @@ def _loaded(name: str) -> Any:
 
 def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
-    options = section.template_options
+    options = {"enable_thinking": False, **section.chat_template_options}
     if TODAY in options:
         options[TODAY] = datetime.date.fromisoformat(options[TODAY])
+    schemas = [tool for tool in section.tools if not isinstance(tool, str)]
     if section.tool_names:
-        options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
-    return options
+        schemas += toolbox(section.tool_names).schemas
+    return options | ({"tools": schemas} if schemas else {})
 
 
 class ToolEpisode:

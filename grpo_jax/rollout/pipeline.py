@@ -105,6 +105,8 @@ class Work:
                         yield
                 else:
                     yield
+            except StageError:  # of process 0, which ends the batch in all
+                raise
             except Exception as error:
                 own = isinstance(error, UserError)  # a user's mistake names its cause itself
                 reason = str(error) if own else call.named(f"{type(error).__name__}: {one_line(error, 200)}")
@@ -128,7 +130,7 @@ class Work:
                 raise Stopped
             message: Any = broadcast(tree)
         if isinstance(message, dict) and "error" in message:
-            raise _Told(Stopped() if message["stopped"] else StageError("score", 0, message["error"]))
+            raise Stopped if message["stopped"] else StageError("score", 0, message["error"])
         return message
 
     def run(self, count: int, chunk: Callable[[int], Result]) -> list[Result]:
@@ -184,7 +186,7 @@ class Work:
                 if thread.is_alive():
                     thread.name = ABANDONED + thread.name
         if self._failure is not None:
-            raise self._failure.error if isinstance(self._failure, _Told) else self._failure
+            raise self._failure
         return results
 
     def _wait(self, left: set[int]) -> _Call | None:
@@ -219,10 +221,3 @@ class Work:
                 if left or self._failure is not None:
                     self._ended = True
                     broadcast({"stopped": isinstance(error, Stopped), "error": str(error)})
-
-
-class _Told(BaseException):
-    """In another process than 0: its error, which ends the batch in all."""
-
-    def __init__(self, error: StageError | Stopped):
-        self.error = error

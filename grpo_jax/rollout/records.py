@@ -63,7 +63,7 @@ def read_records(place: str) -> Records:
     path = Path(place)
     kind = path.suffix.lower()
     if os.path.isdir(path):  # of `save_to_disk`
-        return _loaded(lambda: _load_folder(path), path, path.parent)
+        return _loaded(lambda: _datasets().load_from_disk(str(path)), path, path.parent)
     if kind == ".jsonl":
         return read_lines(path, _parse_object)
     if kind == ".txt":
@@ -110,8 +110,7 @@ def _sheet(path: Path, delimiter: str) -> Records:
     """Read rows under a heading, which is row 1; cells are texts, an empty one is none."""
 
     def load() -> Any:
-        import datasets
-
+        datasets = _datasets()
         with open(path, encoding="utf-8-sig", newline="") as file:
             names = next(csv.reader(file, delimiter=delimiter), [])
         if len(set(names)) != len(names):  # pandas would rename them
@@ -133,32 +132,28 @@ def _sheet(path: Path, delimiter: str) -> Records:
     return rows._replace(read=lambda start, stop: [filled(*one) for one in rows.read(start, stop)])
 
 
+def _datasets() -> Any:
+    """Return the package, which takes a second to import."""
+    import datasets
+
+    return datasets
+
+
 def _load_file(builder: str, path: Path, **options: Any) -> Any:
     """Convert a file once to Arrow, in the cache of `datasets`, and map that."""
-    import datasets
-
-    return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
-
-
-def _load_folder(path: Path) -> Any:
-    import datasets
-
-    return datasets.load_from_disk(str(path))
+    return _datasets().load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
 
 
 def _load_hub(place: str) -> Any:
     """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it."""
-    import datasets
-
     name, config, named = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
-    return datasets.load_dataset(name, config or None, split=named or None)
+    return _datasets().load_dataset(name, config or None, split=named or None)
 
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
     """Keep the package datasets from logging what it also raises, and from drawing progress bars."""
-    import datasets
-
+    datasets = _datasets()
     level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
@@ -178,20 +173,15 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
     if isinstance(subject, Path) and os.path.isfile(subject) and not os.path.getsize(subject):
         raise UserError(f"{name}: expected at least one prompt")
     try:
-        with _quiet_datasets(), warnings.catch_warnings(action="error", category=_cells_lost()):
+        from pandas.errors import ParserWarning  # before it drops cells behind the last column
+
+        with _quiet_datasets(), warnings.catch_warnings(action="error", category=ParserWarning):
             return dataset_records(load(), str(subject), base) or listed("row", base, [])
     except Exception as error:  # of the network, of the hub, of pandas, of pyarrow, of its own
         cause = error.__cause__ or error
         if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):
             raise UserError(f"{name}: line {_undecodable_line(subject)}: not UTF-8 text; save it as UTF-8") from error
         raise UserError(f"{name} cannot be loaded: {one_line(cause, 150)}") from error
-
-
-def _cells_lost() -> type[Warning]:
-    """Return what pandas warns of before it drops cells behind the last column."""
-    from pandas.errors import ParserWarning
-
-    return ParserWarning
 
 
 def _undecodable_line(path: Path) -> int:
@@ -213,13 +203,11 @@ def dataset_records(value: Any, subject: str, base: Path | None = None) -> Recor
     if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts):
         return None
     if isinstance(value, Mapping):
-        import datasets
-
         named = []
         for split, part in value.items():
             others = part.select_columns([name for name in part.column_names if name != "split"])
             named.append(others.add_column("split", [str(split)] * len(part)))
-        value = datasets.concatenate_datasets(named)
+        value = _datasets().concatenate_datasets(named)
     table = value.with_format("arrow")
     features = type(value.features)(_encoded(value.features))
 

@@ -19,6 +19,7 @@ from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, failures_as, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
+    PROGRESS,
     Columns,
     Maker,
     Reward,
@@ -27,8 +28,6 @@ from grpo_jax.rollout.rewards import (
     required_arguments,
     with_arguments,
 )
-
-LOG = "log_metric"
 
 
 class TrainerState(NamedTuple):
@@ -87,13 +86,9 @@ class RewardProgress:
         finally:
             _judged_batch.reset(token)
 
-    def providers(self, arguments: Collection[str]) -> dict[str, Callable[[], object]]:
-        """Return functions that give the run's arguments among these, asked at each call."""
-        providers: dict[str, Callable[[], object]] = {
-            "trainer_state": lambda: self.now.state,
-            LOG: lambda: self.now.log_metric,  # a reward may log from threads of its own
-        }
-        return {name: provide for name, provide in providers.items() if name in arguments}
+    def columns(self) -> Columns:
+        """Return the arguments `PROGRESS` of rewards; a reward may log from threads of its own."""
+        return dict(zip(PROGRESS, (self.now.state, self.now.log_metric), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +128,6 @@ class ResolvedReward(NamedTuple):
         judge: The judge to ask in place of its own; "" for its own.
         messages: Whether it gets chat messages as its prompts and completions.
         adapt: The task's wrapper; None for one of its own.
-        providers: Functions that give arguments that are the run's.
     """
 
     name: str
@@ -142,7 +136,6 @@ class ResolvedReward(NamedTuple):
     options: Mapping[str, object] = MappingProxyType({})
     messages: bool = False
     adapt: Callable[[Reward], Reward] | None = None
-    providers: Mapping[str, Callable[[], object]] = MappingProxyType({})
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
@@ -157,12 +150,14 @@ class ResolvedRewards(NamedTuple):
         maximised: A function for each.
         watched: W measures.
         eval_rewards: Their names as configured: an import path in full.
+        progress: The run as rewards see it.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[ResolvedReward, ...]
     watched: tuple[ResolvedReward, ...]
     eval_rewards: tuple[str, ...]
+    progress: RewardProgress = RewardProgress()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -200,24 +195,22 @@ def resolve_rewards(
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
     *,
-    trainer: RewardProgress | None = None,
+    iterations: int = 0,
 ) -> ResolvedRewards:
     """Find the rewards of a config and bind their options; UserError if one does not exist.
 
     Args:
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
-        trainer: Asked by rewards with an argument `trainer_state` or `log_metric`.
+        iterations: Of the run, as rewards with an argument `trainer_state` see it.
     """
     sections = source.conditions(sections or source.defaults)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
-    trainer = trainer or RewardProgress()
 
     def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)
-        providers = trainer.providers(arguments_of(function))
-        return ResolvedReward(name, function, options=options, adapt=source.adapt, providers=providers)
+        return ResolvedReward(name, function, options=options, adapt=source.adapt)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
         """Find a reward by import path, of the task, or of the task with another judge."""
@@ -243,7 +236,7 @@ def resolve_rewards(
         if judge:
             require(judge in judges, f"{where}.{name}", f"one of the judges {[*judges]}", judge)
         function, options = _made(source.functions[base], options, name)
-        return ResolvedReward(name, function, judge, options, providers=trainer.providers(arguments_of(function)))
+        return ResolvedReward(name, function, judge, options)
 
     maximised = []
     for section in sections:
@@ -260,7 +253,7 @@ def resolve_rewards(
     without_none = tuple(
         section.replace(condition_on=None) if section.condition_on == "none" else section for section in sections
     )
-    return ResolvedRewards(without_none, tuple(maximised), watched, names)
+    return ResolvedRewards(without_none, tuple(maximised), watched, names, RewardProgress(iterations))
 
 
 def require_columns(
@@ -273,7 +266,7 @@ def require_columns(
     missing: dict[str, str] = {}
     for reward in (*rewards.maximised, *rewards.watched):
         own = required_arguments(reward.function) if reward.adapt is not None else []
-        missing |= {name: reward.name for name in own if name not in {*filled, *reward.options, *reward.providers}}
+        missing |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
     columns: dict[str, None] = {}
     for row in rows if missing else ():
         columns |= dict.fromkeys(row.columns)
@@ -302,7 +295,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
             raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
         judge_names = dict.fromkeys(judge_names, resolved.judge)
     constants = {**{argument: judges[judge] for argument, judge in judge_names.items()}, **resolved.options}
-    reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
+    reward = with_arguments(function, constants, messages=resolved.messages)
     return reward if resolved.adapt is None else resolved.adapt(reward)
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,7 +40,13 @@ PICTURES = ("images", "baseline_images")
 """Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
 
 MESSAGES = ("prompt_messages", "completion_messages")
-"""Arguments that a reward gets only where it names them: prompts and completions as chat messages."""
+"""Prompts and completions as chat messages."""
+
+PROGRESS = ("trainer_state", "log_metric")
+"""The run's progress, and the function that logs a number: no values of completions."""
+
+WHERE_NAMED = (*MESSAGES, *PROGRESS)
+"""Arguments that a reward gets only where it names them, not by ``**columns``."""
 
 
 class Maker(NamedTuple):
@@ -145,6 +150,7 @@ def make_score(
     missing: bool,
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
+    progress: Callable[[], Columns] = lambda: {},
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
@@ -158,22 +164,21 @@ def make_score(
         missing: A reward that fails is missing; otherwise it raises.
         columns_of: (completions, columns) → further columns, asked once for all rewards.
         tokenize: The tokens of a text that the policy has not written.
+        progress: Gives `PROGRESS`, asked at each call.
     """
-    functions = [*rewards.values(), *eval_rewards.values()]
-    ids_asked, prompts_asked, completions_asked = (
-        any(asks(function, name) for function in functions) for name in ("completion_ids", *MESSAGES)
-    )
+    ids_asked = any(asks(function, "completion_ids") for function in (*rewards.values(), *eval_rewards.values()))
 
     def score(
         rows: Sequence[Row],
         texts: list[list[str]],
         pictures: Any,
         episodes: list[list[Episode]] | None = None,
-        tokens: list[list[list[int]]] | Callable[[], list[list[list[int]]]] | None = None,
+        tokens: list[list[list[int]]] | None = None,
         missing: bool = missing,
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
+        columns |= progress()
         completions = [*itertools.chain.from_iterable(texts)]
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
@@ -182,24 +187,22 @@ def make_score(
         else:
             columns["episodes"] = [*itertools.chain.from_iterable(episodes)]
         if ids_asked and (tokens is not None or tokenize is not None):
-            by_group = tokens() if callable(tokens) else tokens or []
-            written = [*itertools.chain.from_iterable(by_group)] or [[] for _ in completions]
+            written = [*itertools.chain.from_iterable(tokens or [])] or [[] for _ in completions]
             columns["completion_ids"] = [  # what the policy did not write has no tokens of its own
                 ids or ([] if tokenize is None else tokenize(text))
                 for ids, text in zip(written, completions, strict=True)
             ]
-        if prompts_asked:
-            columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
-        if completions_asked:
-            columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
+        columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
+        columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
 
-        def collect(functions: Mapping[str, Reward]) -> np.ndarray:
-            on_error = "missing" if missing else "raise"
-            return collect_rewards(functions, prompts, completions, columns, group, on_error=on_error)
-
-        return collect(rewards), collect(eval_rewards)
+        on_error = "missing" if missing else "raise"
+        first, second = (
+            collect_rewards(some, prompts, completions, columns, group, on_error=on_error)
+            for some in (rewards, eval_rewards)
+        )
+        return first, second
 
     return score
 
@@ -269,7 +272,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
-    """Select the arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
+    """Select the arguments a reward takes: all but `WHERE_NAMED` with ``**columns``, otherwise those it names."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
 
 
@@ -282,10 +285,10 @@ def _parameters(function: Reward) -> list[inspect.Parameter] | None:
 
 
 def asks(function: Reward, name: str) -> bool:
-    """Return whether a reward takes this argument; without a signature it takes all but `MESSAGES`."""
+    """Return whether a reward takes this argument; without a signature it takes all but `WHERE_NAMED`."""
     parameters = _parameters(function)
     others = parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return any(parameter.name == name for parameter in parameters or ()) or (others and name not in MESSAGES)
+    return any(parameter.name == name for parameter in parameters or ()) or (others and name not in WHERE_NAMED)
 
 
 def arguments_of(reward: Reward) -> list[str]:
@@ -300,27 +303,19 @@ def required_arguments(reward: Reward) -> list[str]:
     return [one.name for one in _parameters(reward) or () if one.name in named and one.default is one.empty]
 
 
-def with_arguments(
-    reward: Reward,
-    constants: Mapping[str, object],
-    providers: Mapping[str, Callable[[], object]] = MappingProxyType({}),
-    *,
-    messages: bool = False,
-) -> Reward:
-    """Fix some arguments of a reward; a column of the data of the same name does not reach it.
+def with_arguments(reward: Reward, constants: Mapping[str, object], *, messages: bool = False) -> Reward:
+    """Fix some arguments of a reward, options and judges; a column of the same name does not reach it.
 
-    `constants` are options and judges; `providers` are asked at each call, for what changes as the run goes. With
-    `messages` the reward gets chat messages as its prompts and completions, as TRL has them.
+    With `messages` the reward gets chat messages as its prompts and completions, as TRL has them.
     """
-    if not (constants or providers or messages):
+    if not (constants or messages):
         return reward
 
     @functools.wraps(reward)
     def bound(**arguments: object) -> object:
         if messages:
             arguments["prompts"], arguments["completions"] = (arguments[name] for name in MESSAGES)
-        provided = {name: provide() for name, provide in providers.items()}
-        return reward(**{**accepted_arguments(reward, arguments), **provided, **constants})
+        return reward(**{**accepted_arguments(reward, arguments), **constants})
 
     if messages:
         bound.__signature__ = asking_also(reward, MESSAGES)  # type: ignore[attr-defined]

@@ -327,9 +327,7 @@ class _Chunk:
                     texts,
                     drawn,
                     episodes=None if fns.env is None else [[self.episodes[p][g] for p, g in some] for some in groups],
-                    tokens=None
-                    if samples is None
-                    else lambda: [[_tokens(samples, place).tolist() for place in group] for group in groups],
+                    tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
                 )
         judged = []
         for some in self.work.share([*values]):

@@ -52,7 +52,7 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
     """
     algorithm = ctx.config.algorithm
     further = _RESAMPLE_ROUNDS if algorithm.zero_variance_groups == "resample" else 0
-    with ctx.reward_state.at(iteration) as moment:
+    with ctx.rewards.progress.at(iteration) as moment:
         rollout, draws = _collect(ctx, variables, iteration, 0, locks), 1
         objectives = weigh(ctx, rollout, training=True)
         row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)

@@ -45,7 +45,6 @@ from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
-    RewardProgress,
     bind,
     judge_named,
     require_columns,
@@ -81,7 +80,6 @@ class RunContext(NamedTuple):
         iterations: Number of iterations in all.
         key: The run's key, that all others are folded from.
         devices: Device names of policy and judges.
-        reward_state: The run as rewards see it.
         stopping: Whether a stop was asked for.
     """
 
@@ -96,7 +94,6 @@ class RunContext(NamedTuple):
     key: jax.Array
     devices: dict[str, str]
     iterations: int
-    reward_state: RewardProgress
     stopping: Callable[[], bool] = lambda: False
 
     def is_stopped(self) -> bool:
@@ -158,14 +155,8 @@ def load(
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     iterations = iterations_in_all(config.training, len(data.prompts.train))
-    reward_state = RewardProgress(iterations)
     resolved = resolve_rewards(
-        config.rewards,
-        config.eval_rewards,
-        data.rewards,
-        tuple(config.judges),
-        rewards,
-        trainer=reward_state,
+        config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards, iterations=iterations
     )
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
@@ -237,7 +228,6 @@ def load(
         key=jax.random.key(config.seed),
         devices={**placement, **pools} if judges else {POLICY: listed(devices)},
         iterations=iterations,
-        reward_state=reward_state,
         stopping=stopping,
     )
 
@@ -329,6 +319,7 @@ def make_rollout_fns(
             watched,
             missing=config.on_judge_error == "missing",
             columns_of=data.rewards.columns,
+            progress=rewards.progress.columns,
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
         ),
         reward_names=tuple(maximised),

@@ -153,7 +153,7 @@ def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch],
 
 
 def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None]) -> Sequence[Pair]:
-    """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
+    """The pairs whose texts the policy may write (`data.forbidden_tokens`); says how many are left out."""
     allowed, choices = ctx.allowed_tokens, ctx.task_data.choices
     if choices is not None:
         listed = frozenset(choices.texts)
@@ -165,7 +165,7 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
             for pair in pairs
             if all(allowed[supervised_tokens(ctx, as_row(pair[0]).prompt, text)].all() for text in texts_of(pair))
         ]
-        why = f"hold tokens that data.allowed_tokens = {ctx.config.data.allowed_tokens} rules out"
+        why = "hold tokens that data.forbidden_tokens rules out"
     else:
         return pairs
     if len(writable) < len(pairs):

@@ -60,7 +60,7 @@ def test_a_section_has_type_value_and_sentence_of_each_field(capsys):
     shown = printed(capsys, *words, "--help", "sampling")
     assert "  --sampling.top_k  INT  (default: 3)\n      Draw among the k likeliest tokens; 0 for all.\n" in shown
     assert "  --sampling.stop  [TEXT, …]  (default: [])\n      Texts that end a completion" in shown
-    assert "(default: {prompt: ask})" in printed(capsys, "--help", "data", *words)
+    assert '(default: {"prompt": "ask"})' in printed(capsys, "--help", "data", *words)
     judges = printed(capsys, "--task=prompt_enhancement", "--help", "judges")
     assert "--judges.renderer.steps  INT" in judges and "--judges.scorer.model  TEXT" in judges
     shown = printed(capsys, "--help", "policy")

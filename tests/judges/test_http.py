@@ -10,7 +10,8 @@ import pytest
 from support.imports import ROOT
 
 from bridges import placement
-from bridges.judges.http import Http, HttpJudge, JudgeError
+from bridges.judges import http
+from bridges.judges.http import Http, JudgeError
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
@@ -19,6 +20,11 @@ from grpo_jax.rollout.rewards import RewardError, collect_rewards
 EXAMPLE = ROOT / "examples" / "http_judge" / "server.py"
 PROMPTS, COMPLETIONS = ["abcd"] * 7, ["", "a", "ab", "abc", "abcd", "abcde", "ü€\n"]
 SCORES = [None, 0.75, 0.5, 0.25, 0.0, -0.25, 0.25]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.001)
 
 
 @contextmanager
@@ -87,7 +93,7 @@ def scripted(*steps, **options):
     state = {"steps": list(steps), "seen": [], "lock": threading.Lock(), "late": threading.Event()}
     with serving(type("Scripted", (Script,), state)) as url:
         try:
-            yield HttpJudge(Http(url=url, **options), first_pause=0.001), state["seen"]
+            yield Http(url=url, **options), state["seen"]
         finally:
             state["late"].set()
 
@@ -166,7 +172,7 @@ def test_no_server_at_all_and_what_a_run_makes_of_it():
     """The policy of the run decides: a stop that names the reward, or missing values."""
     with scripted() as (judge, _):
         pass  # its port is closed now
-    judge = HttpJudge(Http(url=judge.name + "?key=secret", attempts=2), first_pause=0.001)
+    judge = Http(url=judge.url + "?key=secret", attempts=2)
     with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
         collect_rewards({"far": judge}, ["p"] * 2, ["a"] * 2, {}, 2)
     assert "secret" not in str(caught.value) + str(judge) + str(caught.value.__cause__)

@@ -131,7 +131,9 @@ def test_a_checkpoint_is_measured_and_asked(run, home, capsys, ctx):
     assert isinstance(rewrite("what is this?"), str)
 
 
-@pytest.mark.parametrize(("architecture", "vision"), [("qwen2_vl", "frozen"), ("qwen3_vl", "train")])
+@pytest.mark.parametrize(
+    ("architecture", "vision"), [("qwen2_vl", "frozen"), pytest.param("qwen3_vl", "train", marks=pytest.mark.wide)]
+)
 def test_swapped_pictures_change_log_probabilities_and_loss(architecture, vision, home, tmp_path):
     config = yaml.safe_load((home / "config.yaml").read_text())
     config["policy"] = {"path": str(seeing_folder(tmp_path / "policy", architecture)), "vision": vision}

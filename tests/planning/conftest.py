@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from grpo_jax.planning import GIB
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.programs import Report, Work
-from grpo_jax.planning.shapes import GIB
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import count_weights, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.tower import tower_shapes
+from grpo_jax.planning import GIB
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, held_memory, read_shape
-from grpo_jax.planning.programs import report_program, run_programs
-from grpo_jax.planning.shapes import GIB, batch_shapes, state_shapes, tree_bytes
+from grpo_jax.planning.programs import batch_shapes, report_program, run_programs, state_shapes, tree_bytes
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training.objectives import make_forward
@@ -98,25 +98,33 @@ def recorded(monkeypatch, make):
     return made[-1]
 
 
-def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
-    config, model = of_tiny("--algorithm.kl_coef=0.1")
-    planned = report_program(run_programs(config, model, None, None)["update"], None, jax.devices()[0])
+@pytest.fixture(scope="module")
+def programs():
+    """A run's config, its model, and the programs that are planned for it."""
+    config, model = of_tiny("--algorithm.kl_coef=0.1", "--sampling.top_k=5")
+    return config, model, run_programs(config, model, None, None)
+
+
+def test_update_takes_what_the_program_of_a_run_takes(programs, monkeypatch):
+    config, model, planned = programs
+    planned = report_program(planned["update"], None, jax.devices()[0])
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
-    forward = make_forward(Policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
+    policy = Policy(model, remat=config.policy.remat)
+    forward = make_forward(policy, temperature=config.sampling.temperature)
 
     def make():
         make_configured_step(forward, optimizer, config.algorithm, config.training, max_new_tokens=6)
 
     state = init_state(init_variables(model, jax.random.key(0)), optimizer, keep_reference=True)
-    batch = batch_shapes(config, state, forward, None)
+    batch = batch_shapes(config, policy, state)
     program = recorded(monkeypatch, make).lower(state._replace(reference=None), {}, batch).compile()
     taken = program.memory_analysis().temp_size_in_bytes
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.02)
 
 
-def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
-    config, model = of_tiny("--sampling.top_k=5")
-    planned = report_program(run_programs(config, model, None, None)["sample"], None, jax.devices()[0])
+def test_sampling_takes_what_the_program_of_a_run_takes(programs, monkeypatch):
+    _, model, planned = programs
+    planned = report_program(planned["sample"], None, jax.devices()[0])
     params = SamplingParams(3, 6, top_k=5)
     sampler = {}
 
@@ -200,9 +208,9 @@ def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
 def test_a_policy_that_samples_ahead_is_a_copy():
     config, model = of_tiny("--training.async_level=1")
     memory = held(config, model)
-    assert memory.behind == memory.weights > 0  # all weights are trained
+    assert memory.rollout_weights == memory.weights > 0  # all weights are trained
     adapters, model = of_tiny("--training.async_level=1", "--policy.lora.rank=2")
-    assert 0 < held(adapters, model).behind < memory.behind / 2
+    assert 0 < held(adapters, model).rollout_weights < memory.rollout_weights / 2
     lines = plan.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)
 

@@ -12,9 +12,10 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.lora import count_weights
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning.memory import held_memory, read_shape, read_shown
-from grpo_jax.planning.shapes import Shown, state_shapes, tree_bytes, update_program
+from grpo_jax.planning.programs import Shown, batch_shapes, state_shapes, tree_bytes
 from grpo_jax.train import main
 
 TINY = {
@@ -44,6 +45,11 @@ def configured(*arguments):
 
 def held(config, *, pictures=False):
     return held_memory(config, state_shapes(config, MODEL, None, pictures=pictures))
+
+
+def update_batch(config, shown=None):
+    policy = Policy.from_section(config.policy, MODEL)
+    return batch_shapes(config, policy, state_shapes(config, MODEL, None, pictures=shown is not None), shown)
 
 
 @pytest.fixture
@@ -84,7 +90,7 @@ def test_an_update_takes_states_or_pictures():
     turns = ("--sampling.turns=2", "--sampling.max_observation_tokens=24", "--task.environment=games.py:say")
     both = Shown(prompt=2, observations=1, patches=64)
     for arguments in (turns, (*turns, "--policy.vision=train"), (*turns, *LORA, "--policy.lora.vision=true")):
-        batches.append(update_program(configured(*arguments), MODEL, None, both).arguments[1])
+        batches.append(update_batch(configured(*arguments), both))
     frozen, trained, adapted = batches
     assert {name: states.states.shape for name, states in frozen.pictures.items()} == {
         "pictures": (4, 2, 16, 32),
@@ -94,7 +100,7 @@ def test_an_update_takes_states_or_pictures():
         pictures, observations = batch.pictures["pictures"], batch.pictures["observations"]
         assert pictures.patches.shape == (4, 2, 64, 96) and observations.patches.shape == (4, 3, 1, 64, 96)
         assert pictures.windows.shape == (4, 2, 4, 4)
-    assert not update_program(configured(), MODEL, None).arguments[1].pictures
+    assert not update_batch(configured()).pictures
 
 
 def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):

@@ -12,8 +12,7 @@ from support.tiny_decoders import QWEN2_FIELDS
 from grpo_jax.errors import UserError
 from grpo_jax.models.kernels import attend_token, causal_rows
 from grpo_jax.planning import targets
-from grpo_jax.planning.programs import count_work
-from grpo_jax.planning.shapes import Program
+from grpo_jax.planning.programs import Program, count_work
 from grpo_jax.planning.targets import Target, parse_target
 from grpo_jax.train import main
 

@@ -68,9 +68,10 @@ def make_ctx(teaches, **algorithm):
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     ctx = SimpleNamespace(
         config=make_config(values), fns=fns, prompts=prompts,
-        key=jax.random.key(0), reward_state=RewardProgress(),
+        key=jax.random.key(0),
         work=lambda chunk_prompts, locks: Work(chunk_prompts),
-        samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
+        samplers=SimpleNamespace(training=sample),
+        rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=(), progress=RewardProgress()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
         task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
     )  # fmt: skip

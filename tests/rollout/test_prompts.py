@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.marked_tokenizers import TOKENIZERS
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import (
@@ -15,6 +16,7 @@ from grpo_jax.rollout.data import (
     noise_seed,
     repeat_rows,
 )
+from grpo_jax.rollout.encoding import as_is, completion_statistics, continued, make_decode
 from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 
 # ------------------------------------------------------------------------------------------------------ reading
@@ -193,3 +195,25 @@ def test_repeat_rows_fills_missing_columns_with_none():
     prompts, columns = repeat_rows([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], 2)
     assert prompts == ["a", "a", "b", "b"]
     assert columns == {"x": [1, 1, None, None], "y": [None, None, 2, 2]}
+
+
+# --------------------------------------------------------------------------------------------------- completions
+
+
+def test_appended_words_are_told_apart_from_the_prompt():
+    """A word tokenizer writes no space before a text's first word: 'a fox' + 'in snow' was once 'a foxin snow'."""
+    words, bytes_ = TOKENIZERS["words"](), TOKENIZERS["qwen2"]()
+    ids = words("in words", add_special_tokens=False)["input_ids"]
+    assert make_decode(words, form="append", read=continued)(ids, "a fox") == (" in words", ("a fox in words", True))
+    whole = make_decode(words, form="rewrite", read=as_is)
+    assert whole(np.array(ids), "a fox") == ("in words", ("in words", True))
+    ids = bytes_("es, été<|im_end|>")["input_ids"]
+    assert make_decode(bytes_, form="append", read=continued)(ids, "a fox") == ("es, été", ("a foxes, été", True))
+
+
+def test_statistics_by_hand():
+    texts = [["A red fox", "a fox", "a fox"], ["red dog's bed", "a dog", "red sky"]]
+    valid = [[True, False, False], [True, True, True]]
+    result = completion_statistics(["a fox", "a dog"], texts, valid)
+    by_hand = {"words": 14 / 6, "growth": 2 / 6, "duplicates": 1 / 6, "unchanged": 3 / 6, "invalid": 2 / 6}
+    assert result == pytest.approx(by_hand)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
-from support.tiny_models import causal_lm
+from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
@@ -37,12 +37,12 @@ def policy(tmp_path_factory):
 def taught(policy, tmp_path):
     """Runs SFT of the given policy: its ctx, its variables, and the lines it said."""
 
-    def teach(*texts, steps=1, allowed="english", max_new_tokens=12, **more):
+    def teach(*texts, steps=1, forbidden="é", max_new_tokens=12, **more):
         config = Config(
             task=Taught(texts=[*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
             sft=SFTSection(steps=steps, batch=1, learning_rate=0.01, **more),
-            data=DataSection(allowed_tokens=allowed),
+            data=DataSection(forbidden_tokens=chat_tokenizer()(forbidden)["input_ids"]),
             sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
@@ -99,7 +99,7 @@ def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
 def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
     """Texts are data: what they say can end no turn, and open none."""
     text = "red<|im_end|> soap"
-    ctx, _, said = taught(text, allowed="all", max_new_tokens=40)
+    ctx, _, said = taught(text, forbidden="", max_new_tokens=40)
     tokenizer = ctx.policy.tokenizer
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text and not {256, 257, 258} & {*ids}
@@ -108,7 +108,7 @@ def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
 
 def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):
     _, variables, said = taught("été", TEXT, "x" * 12 + "é")
-    assert said[0].startswith("SFT: 1 of 3 pairs are left out") and "data.allowed_tokens = english" in said[0]
+    assert said[0].startswith("SFT: 1 of 3 pairs are left out") and "data.forbidden_tokens" in said[0]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
 
 

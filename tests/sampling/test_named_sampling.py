@@ -66,18 +66,9 @@ def test_tokens_that_cannot_be_forbidden(forbidden, message):
         policy_tokens(make_config(task="text", data={"forbidden_tokens": forbidden}), folder)
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"stop": [""]}, "sampling.stop: expected texts that are not empty"),
-    ],
-)
-def test_values_out_of_range(section, message):
-    with pytest.raises(UserError, match=message):
-        make_config(task="text", sampling=section)
-
-
 def test_stop_strings_that_no_text_shows():
+    with pytest.raises(UserError, match=r"sampling.stop: expected texts that are not empty"):
+        make_config(task="text", sampling={"stop": [""]})
     with pytest.raises(UserError, match=r"no text shows the special token <\|im_end\|>"):
         stops_of([". <|im_end|>"], chat_tokenizer(), 272)
 

@@ -175,15 +175,6 @@ def test_what_comes_after_any_of_several_ends_is_padding():
     assert 0 < samples.truncated.sum() < 48
 
 
-def test_an_end_token_that_is_also_the_padding_counts_once():
-    params = SamplingParams(group_size=8, max_new_tokens=6)
-    variables = {"table": table(seed=3, spread=1.0)["table"].at[:, PAD].add(4.0)}
-    samples = make_sampler(Bigram(), params, eos_ids=(PAD,), pad_id=PAD)(variables, *prompts([5]), keys_for([0]))
-    tokens, mask = np.asarray(samples.tokens), np.asarray(samples.mask)
-    assert (~np.asarray(samples.truncated)).any()
-    np.testing.assert_array_equal(((tokens == PAD) & mask).sum(-1), ~np.asarray(samples.truncated))
-
-
 def test_decoding_stops_when_every_completion_has_ended():
     policy = Bigram()
     variables = {"table": jnp.zeros((8, 8)).at[:, EOS].set(50.0)}

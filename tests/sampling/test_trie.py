@@ -73,15 +73,6 @@ def test_catalogues_that_cannot_be_told_apart_are_refused(texts):
         make_trie(texts, vocab_size=VOCABULARY)
 
 
-def test_a_tree_is_an_argument_of_a_compiled_function():
-    one, other = ([[token, END] for token in range(1, 9)], [[token, END] for token in range(2, 10)])
-    compiled = jax.jit(children)
-    for texts in (one, other):
-        trie = make_trie(texts, vocab_size=VOCABULARY)
-        assert np.flatnonzero(np.asarray(compiled(trie, ROOT))).tolist() == [text[0] for text in texts]
-    assert compiled._cache_size() == 1
-
-
 def test_the_program_of_a_step_does_not_grow_with_the_tree():
     """Steps of a search written out one by one took XLA minutes on a catalogue of twelve thousand."""
 

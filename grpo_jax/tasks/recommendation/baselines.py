@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -94,56 +94,15 @@ def users_at_once(items: int) -> int:
     return max(1, min(_MOST_USERS, _MOST_SCORES // items))
 
 
-class Interval(NamedTuple):
-    """A mean and its interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def clear_of_zero(self) -> bool:
-        """True if 0 lies outside."""
-        return self.low > 0 or self.high < 0
-
-
-_DRAWS = 50
-"""Draws of a bootstrap that are held at once, f64 [50, users]."""
-
-
-def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> list[Interval]:
-    """Percentile bootstrap intervals of M means over U users (Efron & Tibshirani 1993, ch. 13).
-
-    Users are drawn with replacement, all columns of the values [U, M] of a user together; an interval runs between
-    the (1 ∓ level) / 2 quantiles of the means of `samples` draws. The same seed draws the same users.
-    """
-    values = np.asarray(values, np.float64)
-    users, generator = len(values), np.random.Generator(np.random.PCG64(seed))
-    means = np.empty((samples, values.shape[1]))
-    for start in range(0, samples, _DRAWS):  # one product of matrices is quicker than many of vectors
-        drawn = np.empty((min(_DRAWS, samples - start), users))
-        for draw in drawn:
-            draw[:] = np.bincount(generator.integers(0, users, users), minlength=users)
-        means[start : start + len(drawn)] = drawn @ values / users
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return [Interval(*map(float, column)) for column in zip(values.mean(0), low, high, strict=True)]
-
-
 DECAY = 0.7
 """Weight of each older item in the decayed baselines."""
 Scores = Callable[[int, int], np.ndarray]
 """score(start, stop) → the scores of all items for examples start … stop-1, [B, I]."""
 
 
-class Ranks(Protocol):
-    """A retriever's answer to each query: the target's rank, NaN where there is none, and its probability."""
-
-    rank: np.ndarray
-    probability: np.ndarray
-
-
-Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Ranks]
-"""B texts, target rows and histories (rows, oldest first), which are left out → the targets' ranks."""
+Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
+"""B texts, target rows and histories (rows, oldest first), which are left out → `bridges.retrieval.ranking.Ranks`: the
+targets' ranks, NaN where there is none, and probabilities."""
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:

@@ -267,11 +267,10 @@ _PER_BRAND = len(COLOURS) * len(MATERIALS) * len(KINDS)
 
 
 class World(NamedTuple):
-    """A generated data set; `expected` is each user's row by the rules: the target, but where noise struck."""
+    """A generated data set."""
 
     catalogue: Catalogue
     sequences: Sequences
-    expected: tuple[int, ...]
 
 
 def make_catalogue_of_words(items: int) -> Catalogue:
@@ -316,14 +315,11 @@ def make_world(
     catalogue = make_catalogue_of_words(items)
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn = [_user(generator, len(catalogue), length, fickle, noise) for _ in range(users)]
-    sequences = tuple(UserSequence(f"u{user}", rows) for user, (rows, _) in enumerate(drawn))
-    return World(catalogue, Sequences(sequences), tuple(expected for _, expected in drawn))
+    return World(catalogue, Sequences(tuple(UserSequence(f"u{user}", rows) for user, rows in enumerate(drawn))))
 
 
-def _user(
-    generator: np.random.Generator, items: int, length: int, fickle: float, noise: float
-) -> tuple[tuple[int, ...], int]:
-    """Draw one user's rows, and the row that the rules lead to at the end."""
+def _user(generator: np.random.Generator, items: int, length: int, fickle: float, noise: float) -> tuple[int, ...]:
+    """Draw one user's rows."""
     brands = items // _PER_BRAND
     brand, colour, material, kind = (
         int(generator.integers(count)) for count in (brands, len(COLOURS), len(MATERIALS), len(KINDS))
@@ -334,14 +330,14 @@ def _user(
     seen[-1] = brand
     steps = np.arange(length)
     rows = _row(seen, (colour + steps) % len(COLOURS), material, (kind + steps) % len(KINDS))
-    expected, taken = int(rows[-1]), set(rows.tolist())
+    taken = set(rows.tolist())
     for step in np.flatnonzero(generator.random(length) < noise):
         row = int(generator.integers(items))
         while row in taken:
             row = int(generator.integers(items))
         taken.add(row)
         rows[step] = row
-    return tuple(rows.tolist()), expected
+    return tuple(rows.tolist())
 
 
 def _row(brand: np.ndarray, colour: np.ndarray, material: int, kind: np.ndarray) -> np.ndarray:

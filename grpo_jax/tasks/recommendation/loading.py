@@ -23,7 +23,6 @@ from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
 from grpo_jax.tasks.recommendation.baselines import (
-    Ranks,
     item_scores,
     levelled,
     make_prior,
@@ -44,6 +43,7 @@ from grpo_jax.tasks.recommendation.rewards import (
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
 
 if TYPE_CHECKING:
+    from bridges.retrieval.ranking import Ranks
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from grpo_jax.core.pass_at_k import Interval, mean_interval
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.tasks.recommendation.baselines import (
     Ask,
-    Interval,
     Prior,
-    bootstrap,
     count_baselines,
     hit,
     mrr,
@@ -59,18 +58,16 @@ def measure_users(rank: np.ndarray) -> np.ndarray:
     return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), mrr(rank)], axis=1)
 
 
-def make_table(
-    ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None, *, samples: int = 1000
-) -> list[TableRow]:
+def make_table(ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None) -> list[TableRow]:
     """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U]."""
-    return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {}, samples)
+    return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {})
 
 
 def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> list[TableRow]:
     """Measure the differences of two methods, user by user, on the users who have both ranks.
 
-    The bootstrap draws users with both of their values, so that what makes a user hard for both methods is in neither
-    end of the interval: it is clear of zero where the intervals of the two methods may well overlap.
+    A user who is hard for both methods widens neither end of the interval: it is clear of zero where the intervals of
+    the two methods may well overlap.
     A pair is (method, method that is taken off it), its row is called "method − other".
     """
     values = {name: measure_users(ranks[name]) for pair in pairs for name in pair}
@@ -78,7 +75,7 @@ def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str
     return _rows(differences, {})
 
 
-def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int = 1000) -> list[TableRow]:
+def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]) -> list[TableRow]:
     """Return a row for all users and each group of each method's values f64 [U, 16], NaN for missing users."""
     rows = []
     for method, measured in values.items():
@@ -86,7 +83,7 @@ def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], sa
         for group, members in {ALL: np.ones(len(ranked), bool), **groups}.items():
             counted = ranked & members
             users = int(counted.sum())
-            intervals = bootstrap(measured[counted], samples=samples) if users else []
+            intervals = map(mean_interval, measured[counted].T) if users else []
             measures = dict(zip(MEASURES, intervals, strict=False))
             rows.append(TableRow(method, group, users, int(members.sum()) - users, measures))
     return rows
@@ -159,9 +156,9 @@ def _label(row: TableRow) -> str:
 def _cell(interval: Interval | None, signed: bool) -> str:
     if interval is None:
         return "–"
-    sign = "+" if signed else ""
-    mean, low, high = (format(value, f"{sign}.4f") for value in interval)
-    return f"{mean} [{low}, {high}]{'*' if signed and interval.clear_of_zero else ''}"
+    star = "*" if signed and (interval.low > 0 or interval.high < 0) else ""
+    mean, low, high = (format(value, "+.4f" if signed else ".4f") for value in interval)
+    return f"{mean} [{low}, {high}]{star}"
 
 
 PRIOR = "prior alone"
@@ -230,12 +227,11 @@ def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> lis
     columns = ("method", *MEASURES)
     tables = [Table(f"Ranking, {title}", columns, cells) for title, cells in table_cells(table)]
     tables[0] = tables[0]._replace(
-        note="Full ranking of the catalogue, each user's history left out; mean and 95 % interval of a bootstrap over "
-        "users. The oracle asks with the target's own title. Targets are grouped by how many users took them in "
-        "training."
+        note="Full ranking of the catalogue, each user's history left out; mean and 95 % interval over users. "
+        "The oracle asks with the target's own title. Targets are grouped by how many users took them in training."
     )
     paired_note = (
-        "User by user, with the 95 % interval of a bootstrap over users who have both ranks; * where it is clear of "
+        "User by user, with the 95 % interval over users who have both ranks; * where it is clear of "
         "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds."
     )
     return tables + [

@@ -20,7 +20,8 @@ import numpy as np
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import (
-    MESSAGES,
+    PROGRESS,
+    WHERE_NAMED,
     Maker,
     Reward,
     accepted_arguments,
@@ -122,7 +123,9 @@ def where_ranked(reward: Reward) -> Reward:
         if not ranked_rows:
             return values
         every = {"completions": completions, "rank": rank, **columns}
-        part = {name: [column[i] for i in ranked_rows] for name, column in every.items()}
+        part = {
+            name: column if name in PROGRESS else [column[i] for i in ranked_rows] for name, column in every.items()
+        }
         answers = as_list(finished(reward(**accepted_arguments(reward, part))), len(ranked_rows))
         for i, answer in zip(ranked_rows, answers, strict=True):
             values[i] = answer
@@ -130,8 +133,9 @@ def where_ranked(reward: Reward) -> Reward:
 
     # The caller sees this function, which takes every column, whatever the reward names.
     del ranked.__wrapped__
-    if asks(reward, MESSAGES[0]):
-        ranked.__signature__ = asking_also(ranked, MESSAGES)  # type: ignore[attr-defined]
+    ranked.__signature__ = asking_also(  # type: ignore[attr-defined]
+        ranked, [name for name in WHERE_NAMED if asks(reward, name)]
+    )
     return ranked
 
 

@@ -1,18 +1,20 @@
 """sentence-transformers as the encoder, by a tiny random model."""
 
+import importlib.util
 import json
 import shutil
 
 import numpy as np
 import pytest
-
-pytest.importorskip("sentence_transformers")
-
 import torch
 from safetensors.torch import load_file
 
 from bridges.retrieval import encoders
 from grpo_jax.errors import UserError
+
+# Not imported by each worker that collects this file: it is the largest import of all.
+installed = importlib.util.find_spec("sentence_transformers") is not None
+pytestmark = pytest.mark.skipif(not installed, reason="needs sentence_transformers")
 
 WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night"]
 TITLES = [f"{a} {b}" for a in WORDS for b in WORDS if a != b]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from support.processes import announcement, ended, held, lines, start
 from support.text_task import ROOT, finished_run, rows, train_here
 
@@ -45,13 +46,39 @@ def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_
         assert came == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in wanted.items()}
 
 
+PAINTER = """
+import torch
+from grpo_jax import Judge
+
+class Painter(Judge):
+    def load(self, device):
+        return Grey()
+
+class Grey:
+    device, window = "cpu", 77
+
+    def draw(self, texts, seeds, *, evaluation):
+        return torch.tensor([len(text) / 100 for text in texts]).reshape(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+
+    def count_tokens(self, texts):
+        return [len(text) for text in texts]
+
+def bright(prompts, completions, *, images, **columns):
+    return images.mean((1, 2, 3)).tolist()
+"""
+
+
 def test_two_processes_end_with_summary_and_report(place, tmp_path):
     """The report draws the first test prompts, which are fewer than it has places for, in all processes."""
-    run = tmp_path / "run"
-    few = ["--training.max_steps=1", "--training.prompts_per_batch=2", "--sampling.group_size=2", "--report_to=[]"]
-    few += ["--evaluation.prompts=2", "--evaluation.validation_prompts=2", "--evaluation.samples=0"]
-    miniature = place._replace(config="prompt_enhancement_miniature")
-    first, second = ended(start(miniature, run, *few, "--sft.steps=0"))
+    run, file = tmp_path / "run", tmp_path / "painter.py"
+    file.write_text(PAINTER)
+    values = yaml.safe_load(place.config.read_text())
+    values |= {"task": "prompt_enhancement", "algorithm": {}, "rewards": [f"{file}:bright"]}
+    values["judges"] = dict.fromkeys(("renderer", "scorer"), f"{file}:Painter")
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
+    values["evaluation"] = {"prompts": 2, "validation_prompts": 2}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    first, second = ended(start(place._replace(config=tmp_path / "config.yaml"), run))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert len(json.loads((run / "report.json").read_text())["gallery"]) == 2
     assert (run / "summary.json").is_file() and (run / "report.html").is_file()

@@ -1,12 +1,7 @@
-"""The recommendation task through the command: a GPT-2 that writes queries, W&B, mistakes."""
-
-import json
-from importlib import import_module
-from importlib.util import find_spec
+"""The recommendation task through the command: each mistake is one line."""
 
 import pytest
 
-from grpo_jax.recommend import main as recommend
 from grpo_jax.train import main
 
 TITLES = ("red soap", "blue soap", "rosé cream", "hand cream", "nail brush", "shaving brush", "night palette")
@@ -43,50 +38,6 @@ def command(folder, run_dir, **changes):
     return ["--config", "recommendation_quick", *(f"--{name}={value}" for name, value in options.items())]
 
 
-@pytest.fixture(scope="module")
-def run(folder):
-    """A new policy that writes queries, reported to W&B where that is installed."""
-    changes = {"policy.new.window": 37}
-    with pytest.MonkeyPatch.context() as patch:
-        if find_spec("wandb"):
-            patch.setenv("WANDB_MODE", "offline")
-            changes["report_to"] = '["wandb"]'
-        try:
-            assert main(command(folder, folder / "run", **changes)) == 0
-        finally:
-            if find_spec("wandb"):
-                import_module("wandb").teardown()
-    return folder / "run"
-
-
-def test_a_new_policy_learns_and_is_exported(run):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
-    start, end = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("policy_start", "policy"))
-    assert end.config.model_type == "llama" and end.config.max_position_embeddings == 37
-    assert all(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
-
-
-def test_measures_are_reported_to_wandb(run):
-    pytest.importorskip("wandb")
-    summary = json.loads((run / "summary.json").read_text())
-    (logged,) = (run / "wandb").glob("offline-run-*")
-    (stream,) = logged.glob("*.wandb")
-    stored = stream.read_bytes()
-    for name in (b"reward/total/mean", b"eval_rewards/ndcg@10/mean", b"baseline_reward", b"improvement"):
-        assert name in stored
-    assert json.dumps(summary["reward"]).encode() in stored
-
-
-def test_a_policy_that_writes_queries_recommends(run, capsys):
-    """A letter and its accent are one character in the file, and two in the question."""
-    assert recommend(["--run", str(run), "--history", "blue soap | rose\u0301 cream", "--k", "3", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert len(answer["items"]) == 3 and not {"b", "c"} & {item["item"] for item in answer["items"]}
-    assert "note" not in answer
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -103,7 +54,7 @@ def test_a_policy_that_writes_queries_recommends(run, capsys):
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
         ({"rewards": '[{"name": "ndcg", "options": {"map": 1.0}}]'}, "got an unexpected keyword argument 'map'"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
-        ({"eval_rewards": '["recall@5"]'}, "hit, mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
+        ({"eval_rewards": '["recall@5"]'}, "mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
         ({"task.retrieval.encoder": "no/such-model"}, "no/such-model"),
         ({"sft.batch": 64}, "sft.batch: expected at most"),
         ({"data.prompts": "rows.jsonl"}, "data.prompts: expected nothing: prompts are made of histories"),

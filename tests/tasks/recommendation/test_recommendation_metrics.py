@@ -1,4 +1,4 @@
-"""Measures of a rank against slow loops, ranx and hand-made examples; bootstrap intervals."""
+"""Measures of a rank against slow loops, ranx and hand-made examples."""
 
 import math
 import os
@@ -61,21 +61,6 @@ def test_measures_by_hand():
     np.testing.assert_allclose(baselines.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0, nan])
     np.testing.assert_allclose(baselines.hit(rank, k=2), [1, 1, 0, 0, 0, nan])
     np.testing.assert_allclose(baselines.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5, nan])
-
-
-# bootstrap
-
-
-def test_an_interval_agrees_with_resampling_by_hand():
-    values = np.random.default_rng(0).random((50, 2))
-    (first, second) = baselines.bootstrap(values, samples=200, seed=7)
-    generator = np.random.Generator(np.random.PCG64(7))
-    means = np.array([values[generator.integers(0, 50, 50)].mean(0) for _ in range(200)])
-    for column, interval in enumerate((first, second)):
-        expected = [values[:, column].mean(), *np.quantile(means[:, column], [0.025, 0.975])]
-        np.testing.assert_allclose(interval, expected, rtol=1e-12)
-    assert baselines.bootstrap(values, samples=200, seed=7) == [first, second]
-    assert baselines.bootstrap(values, samples=200, seed=8) != [first, second]
 
 
 def test_a_missing_rank_is_a_missing_reward_and_a_reward_of_the_users_own_never_sees_it():

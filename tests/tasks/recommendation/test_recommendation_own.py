@@ -160,7 +160,7 @@ def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch
         (["--task.source="], "task.source: expected your sequences or events, and their catalogue"),
         (["--task.source=sequential.txt"], "task.catalogue: expected a file with the titles of the items"),
         (["--sampling.max_new_tokens=1"], "sampling.max_new_tokens: expected at least 2"),
-        (["--data.allowed_tokens=ascii"], "data.allowed_tokens"),
+        (["--data.forbidden_tokens=[a]"], "data.forbidden_tokens"),
         (["--sampling.stop=[x]"], "sampling.stop"),
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
         (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+from importlib import import_module
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from support.text_task import aged
 
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import StopRun, UserError
+from grpo_jax.recommend import main as recommend
 from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.train import main, run
@@ -65,7 +68,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def summary(folder):
-    return run(config_of(folder, "whole"))
+    """Reported to W&B where that is installed."""
+    wandb = find_spec("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        try:
+            return run(config_of(folder, "whole", report_to=["wandb"] if wandb else []))
+        finally:
+            if wandb:
+                import_module("wandb").teardown()
 
 
 def rows_of(path):
@@ -106,6 +117,30 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
         assert row["NDCG@100"]["mean"] == pytest.approx(after - before, abs=1e-12)
         assert row["method"] in report and row["method"] in log
     assert "self-test: 100.0% of titles" in log and "SFT 3/3" in log and "epoch" in log
+
+
+def test_measures_are_reported_to_wandb(folder, summary):
+    pytest.importorskip("wandb")
+    (logged,) = (folder / "whole" / "wandb").glob("offline-run-*")
+    (stream,) = logged.glob("*.wandb")
+    stored = stream.read_bytes()
+    for name in (b"reward/total/mean", b"eval_rewards/ndcg@10/mean", b"baseline_reward", b"improvement"):
+        assert name in stored
+    assert json.dumps(summary["reward"]).encode() in stored
+
+
+def test_a_new_policy_learns_is_exported_and_recommends(folder, summary, capsys):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    place = folder / "whole"
+    start, end = (AutoModelForCausalLM.from_pretrained(place / name) for name in ("policy_start", "policy"))
+    assert end.config.model_type == "llama" and end.config.max_position_embeddings == 64
+    assert all(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
+    assert recommend(["--run", str(place), "--history", "i7 | i3", "--k", "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["items"]) == 3 and not {"i3", "i7"} & {item["item"] for item in answer["items"]}
+    assert "note" not in answer
 
 
 def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):

@@ -1,4 +1,4 @@
-"""What process 0 of a run alone knows, told to all its processes: `broadcast`.
+"""Communication between the processes of a run: `broadcast` gives all of them the values of process 0.
 
 Every process runs the same program on the same config, seed and data. Process 0 alone calls rewards and environments,
 writes files and prints. All processes make the same calls in the same order, so only one thread at a time makes them,
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 _Tree = TypeVar("_Tree")
 _LEAST_BYTES = 4096
 _WAIT_MS = 7 * 24 * 3_600_000  # however long a reward takes; JAX's heartbeat ends who waits for one that is gone
-_TOLD_MS = 5000
+_REPORT_MS = 5000
 _calls = itertools.count(1)
 
 
@@ -76,13 +76,13 @@ def exchange(text: str) -> list[str]:
     return [client.blocking_key_value_get(f"{key}/{number}", _WAIT_MS) for number in range(process_count())]
 
 
-def is_told() -> bool:
-    """Return whether process 0 ends with a mistake of its own, which it tells; every process that fails asks."""
+def is_reported() -> bool:
+    """Return whether process 0 fails too, and reports it; every process that fails asks."""
     client = _state().client
     with suppress(jax.errors.JaxRuntimeError):
         if is_main_process():
-            client.key_value_set("grpo_jax/told", "1")
-        client.blocking_key_value_get("grpo_jax/told", _TOLD_MS)
+            client.key_value_set("grpo_jax/reported", "1")
+        client.blocking_key_value_get("grpo_jax/reported", _REPORT_MS)
         return True
     return False
 
@@ -101,8 +101,8 @@ def on_all_processes(compute: Callable[[], _Result]) -> _Result:
         result = compute()
     except UserError as error:
         mistake = str(error)
-    for told in filter(None, exchange(mistake)):
-        raise UserError(told)
+    for message in filter(None, exchange(mistake)):
+        raise UserError(message)
     return cast(_Result, result)
 
 
@@ -110,5 +110,5 @@ def from_main_process(compute: Callable[[], _Result]) -> _Result:
     """Return process 0's result, which is JSON, in all processes; the others do not compute it."""
     if process_count() == 1:
         return compute()
-    found = on_all_processes(lambda: json.dumps(compute()) if is_main_process() else "")
-    return json.loads(exchange(found)[0])
+    result = on_all_processes(lambda: json.dumps(compute()) if is_main_process() else "")
+    return json.loads(exchange(result)[0])

@@ -149,8 +149,8 @@ class Checkpoints:
                 for item, tree in wanted.items():
                     _require_fits(getattr(saved.get(item), "tree", None), tree, path)
                 args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
-                came = reader.restore(path, args=ocp.args.Composite(**args))
-            items = {item: jax.tree.map(_as_template, tree, came[item]) for item, tree in wanted.items()}
+                restored = reader.restore(path, args=ocp.args.Composite(**args))
+            items = {item: jax.tree.map(_as_template, tree, restored[item]) for item, tree in wanted.items()}
             return {**(template or {}), **items[EVALUATED], **items.get("training", {})}, _meta(path)
 
         return self._reading(which, read)
@@ -232,13 +232,13 @@ class Checkpoints:
         name = str(which)
         if name not in ("latest", *_NAMES) and not (name.isascii() and name.isdigit()):
             raise UserError(f"checkpoint {short_repr(which)}: expected a step, latest, best or final")
-        found, there = str(self._latest()) if name == "latest" else name, self._available()
-        if found not in there:
-            fix = f"there are: {', '.join(there)}" if there else "the run has not come to its first checkpoint"
+        chosen, available = str(self._latest()) if name == "latest" else name, self._available()
+        if chosen not in available:
+            fix = f"there are: {', '.join(available)}" if available else "the run has not come to its first checkpoint"
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
-        path = (self.folder / (found if found in _NAMES else f"step_{found}")).resolve()
+        path = (self.folder / (chosen if chosen in _NAMES else f"step_{chosen}")).resolve()
         if damage := self._damage(path):
-            others = ", ".join(other for other in there if other != found) or "no other"
+            others = ", ".join(other for other in available if other != chosen) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
         return path.name
 
@@ -339,11 +339,11 @@ def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
             named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{leaf.dtype}{list(leaf.shape)}"
         return named
 
-    came, expected = described(saved), described(wanted)
-    for name in dict.fromkeys([*expected, *came]):
-        if expected.get(name) != came.get(name):
+    stored, expected = described(saved), described(wanted)
+    for name in dict.fromkeys([*expected, *stored]):
+        if expected.get(name) != stored.get(name):
             raise UserError(
-                f"{where} does not fit this configuration: {name} is {came.get(name, 'absent')} in the checkpoint, "
+                f"{where} does not fit this configuration: {name} is {stored.get(name, 'absent')} in the checkpoint, "
                 f"{expected.get(name, 'absent')} is expected; use the config.yaml that lies beside it"
             )
 

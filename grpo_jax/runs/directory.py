@@ -30,49 +30,29 @@ class RunLock:
 
     def __init__(self, folder: Path):
         """Take the lock. UserError if another process holds it."""
-        self._path = folder / LOCK
-        self._handle: int | None = self._take()
+        self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder: dict[str, object] = {}
+            with suppress(OSError, ValueError):
+                holder = parse_json(os.pread(self._handle, 4096, 0))
+            self.release()
+            who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
+            raise UserError(
+                f"{folder} is in use by {who}: wait until that run ends, stop it, or choose another --run_dir (if "
+                f"there is no such process: remove {LOCK} in it)"
+            ) from None
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
-        os.register_at_fork(after_in_child=self._close)  # else what a reward forks would hold the lock after the run
+        os.register_at_fork(after_in_child=self.release)  # else what a reward forks would hold the lock after the run
 
     def release(self) -> None:
-        """Release the lock; a second time does nothing."""
-        if self._handle is not None and _is_same(self._handle, self._path):
-            self._path.unlink(missing_ok=True)
-        self._close()
-
-    def _close(self) -> None:
-        if self._handle is not None:
+        """Release the lock; a second time does nothing. The file stays: another process may have opened it."""
+        if self._handle >= 0:
             with suppress(OSError):  # a judge may have closed it
                 os.close(self._handle)
-            self._handle = None
-
-    def _take(self) -> int:
-        while True:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder: dict[str, object] = {}
-                with suppress(OSError, ValueError):
-                    holder = parse_json(os.pread(handle, 4096, 0))
-                os.close(handle)
-                who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
-                raise UserError(
-                    f"{self._path.parent} is in use by {who}: wait until that run ends, stop it, or choose another "
-                    f"--run_dir (if there is no such process: remove {LOCK} in it)"
-                ) from None
-            if _is_same(handle, self._path):
-                return handle
-            os.close(handle)  # given back, and removed, since it was opened
-
-
-def _is_same(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except OSError:
-        return False
+            self._handle = -1
 
 
 @contextmanager
@@ -181,7 +161,8 @@ class RunDirectory:
             try:
                 began = run._began_only()
             except UserError:
-                run.close()
+                run._lock.release()
+                (run.path / LOCK).unlink(missing_ok=True)
                 raise
             for folder in began:
                 shutil.rmtree(folder, ignore_errors=True)

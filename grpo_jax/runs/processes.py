@@ -28,7 +28,7 @@ from grpo_jax.errors import StageError, UserError, complain, one_line
 from grpo_jax.models.broadcast import (
     exchange,
     from_main_process,
-    is_told,
+    is_reported,
     on_all_processes,
     process_count,
     process_index,
@@ -202,7 +202,7 @@ def ending_together(run_dir: str) -> Iterator[None]:
                 again = f"its last checkpoint is sound; go on with --resume --run_dir {run_dir}"
                 complain(f"error: another process of the run is gone: {again}")
                 os._exit(1)  # JAX would wait for it, and abort
-            if isinstance(error, UserError | StageError) and not is_told():
+            if isinstance(error, UserError | StageError) and not is_reported():
                 complain(f"error: process {process_index()}: {' '.join(str(error).split())}")
         raise
 

@@ -164,18 +164,13 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
     drawn = ctx.task_data.render is not None  # in all processes: they judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
-    before = later = [None] * len(rows)
-    first = np.full(scores_of(after.rollout).shape, np.nan)
-    plain = ctx.task_data.report.references(rows).get("unchanged")
-    if drawn:
-        later = _last_images(after, len(rows))
-    if drawn and plain is not None:
-        unchanged = evaluate_texts(ctx, rows, plain)
-        before, first = _last_images(unchanged, len(rows)), scores_of(unchanged.rollout)
-    needed = [*later, *before] if plain is not None else later
-    if drawn and any(image is None for image in needed):  # the renderer failed, and may
+    plain = ctx.task_data.report.references(rows).get("unchanged") if drawn else None
+    unchanged = None if plain is None else evaluate_texts(ctx, rows, plain)
+    later, before = (_last_images(one, len(rows)) for one in (after if drawn else None, unchanged))
+    if drawn and any(image is None for image in [*later, *(before if unchanged else ())]):  # the renderer may fail
         return []
     second = scores_of(after.rollout)
+    first = scores_of(unchanged.rollout) if unchanged else np.full_like(second, np.nan)
     return [
         GalleryEntry(
             row.prompt,
@@ -189,8 +184,8 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
     ]
 
 
-def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
-    return [episode.last.image for episode in evaluation.episodes[:count]]
+def _last_images(evaluation: Evaluation | None, count: int) -> list[np.ndarray | None]:
+    return [episode.last.image for episode in evaluation.episodes[:count]] if evaluation else [None] * count
 
 
 def shown_episodes(ctx: RunContext, after: Evaluation) -> list[EpisodeEntry]:
@@ -242,7 +237,7 @@ def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table |
     last = sum(f"{names[0]}_turn_{turn}" in evaluation for turn in range(1, len(evaluation) + 1)) + 1
     columns = [*(f"_turn_{turn}" for turn in range(1, last)), "", "_peak", "_kept", "_gain"]
     rows = [
-        (name, when, *(_cell(evaluation[f"{name}{column}"].get(when)) for column in columns))
+        (name, when, *(_rounded(evaluation[f"{name}{column}"].get(when)) for column in columns))
         for name in names
         for when in ("before", "after")
     ]
@@ -254,5 +249,5 @@ def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table |
     return Table("Turn by turn", ("measure", "training", *heads), rows, note)
 
 
-def _cell(value: float | None) -> float | str:
-    return "–" if value is None or not np.isfinite(value) else round(value, 4)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from grpo_jax.config.fields import Section, differences, identity, to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
@@ -213,12 +211,9 @@ class Callbacks(NamedTuple):
     def ask(self, name: str, event: IterationEvent) -> bool:
         """Call the callback of that name, which is there; return whether it asks to stop."""
         try:
-            answer = getattr(self, name)(event)
+            return bool(getattr(self, name)(event))
         except Exception as error:
             raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
-        if answer is not None and not isinstance(answer, bool | np.bool_):
-            raise UserError(f"{name}: expected it to return True to stop, else False or None, got {one_line(answer)}")
-        return bool(answer)
 
 
 class EarlyStopping(NamedTuple):

@@ -10,6 +10,8 @@ from support import import_checks
 from support.imports import FILES, ROOT, imports_of, target, within
 
 import grpo_jax
+from grpo_jax.config.judge import Judge
+from grpo_jax.tasks.task import Task
 
 ROOMS = (
     *("errors", "core", "config", "rewards", "models", "sampling", "training", "rollout", "tasks", "runs", "reports"),
@@ -160,6 +162,12 @@ def test_no_task_is_known_by_name():
     }
     extras = {("errors.py", "recommendation")}
     assert found == {("config/command_line.py", "miniature")} | extras
+
+
+def test_the_protocols_of_tasks_and_judges_stay_small():
+    for protocol, most in ((Task, 8), (Judge, 3)):  # a judge's fourth is the call of what it loads
+        members = [name for name in vars(protocol) if not name.startswith(("_", "model_"))]
+        assert len(members) <= most, members
 
 
 # ----------------------------------------------------------------------------------------------------- what is loaded

@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import pyarrow.parquet
 import pytest
-from support.text_task import rows, train_here
 
 from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Row, batch_at, further_batch_at
@@ -223,16 +221,3 @@ def test_a_missing_reward_does_not_make_a_dead_group_teach():
     ctx, _ = make_ctx(range(ROWS), zero_variance_groups="drop", advantage="grpo")
     batch, informative = learned_from(ctx, [[1, 0.1], [1, np.nan], [1, 0.1]])
     assert not informative.any() and not batch.mask.any()
-
-
-def test_the_command_teaches_the_best_of_each_group_alone(place, tmp_path):
-    run = tmp_path / "run"
-    words = ["--algorithm.advantage=raft", "--algorithm.kl_coef=0", "--training.max_steps=1", "--evaluation.every=0"]
-    assert train_here(place.config, run, *words) == 0
-    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
-    letters, brief, advantages = (np.reshape(table[n], (4, 4)) for n in ("reward/letters", "reward/brief", "advantage"))
-    total = (letters + 0.5 * brief).astype(np.float32)
-    best = np.isclose(total, total.max(axis=1, keepdims=True), atol=1e-6)
-    assert not best.all(axis=1).any()
-    np.testing.assert_allclose(advantages, best / best.sum(axis=1, keepdims=True), rtol=1e-6)
-    assert rows(run)[0]["mean_advantage"] > 0

@@ -87,11 +87,3 @@ def test_there_is_no_best_where_all_fell(config, tmp_path):
     assert later["best"] == {"iteration": 0, "validation_score": None}
     with Checkpoints(tmp_path / "later" / "checkpoints", read_only=True) as checkpoints:
         assert "best" not in checkpoints.available()
-
-
-def test_a_name_that_nothing_has(config, tmp_path, capsys):
-    train(config, tmp_path / "run", "--evaluation.best_by", "honesty", expected=2)
-    error = capsys.readouterr().err
-    assert error == "error: evaluation.best_by: expected one of score, pleased, honest, got 'honesty'\n"
-    train(config, tmp_path / "run", "--evaluation.best_by", "kl_penalty", expected=2)
-    assert "(kl_penalty is kl; its weight is algorithm.kl_coef of metrics.jsonl)" in capsys.readouterr().err

@@ -100,13 +100,9 @@ class CartPoleConfig(Section):
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
     algorithm: CartPoleAlgorithm = Field(default_factory=CartPoleAlgorithm)
-    """Advantages and loss."""
     optimizer: CartPoleOptimizer = Field(default_factory=CartPoleOptimizer)
-    """Adam."""
     training: CartPoleTraining = Field(default_factory=CartPoleTraining)
-    """The loop."""
     evaluation: CartPoleEvaluation = Field(default_factory=CartPoleEvaluation)
-    """Measurement."""
 
     def __post_init__(self) -> None:
         """Refuse what no section can refuse alone."""

@@ -14,7 +14,7 @@ from grpo_jax import evaluate, export
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.session import Callbacks, EarlyStopping, IterationEvent
+from grpo_jax.runs.session import Callbacks, EarlyStopping
 from grpo_jax.train import run
 
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for
@@ -144,19 +144,13 @@ def test_waiting_counts_what_is_no_better():
     assert "was missing in 2 validations" in missing.reason(config)
 
 
-@pytest.mark.parametrize("answer", [1, "stop", []])
-def test_what_a_callback_returns_is_true_false_or_nothing(answer, tmp_path):
-    callbacks = Callbacks(on_iteration=lambda moment: answer)
-    with pytest.raises(UserError, match="on_iteration: expected it to return True to stop, else False or None"):
-        callbacks.ask("on_iteration", IterationEvent(1, 2, {}, tmp_path))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"evaluation": {"every": 0}}, "early_stopping_patience: expected 0 with evaluation.every 0"),
         ({"data": {"held_out": 0}}, "early_stopping_patience: expected 0, for there are no validation prompts"),
         ({"evaluation": {"best_by": "lettres"}}, "evaluation.best_by: expected one of score, letters, brief"),
+        ({"evaluation": {"best_by": "kl_penalty"}}, "kl_penalty is kl; its weight is algorithm.kl_coef of metrics"),
         ({"training": {"max_hours": -1}}, "max_hours: expected a number >= 0"),
     ],
 )

@@ -61,14 +61,6 @@ def test_masks_end_at_termination(episodes):
     assert np.isfinite(episodes.observations).all() and np.isfinite(episodes.log_odds).all()
 
 
-def test_actions_are_drawn_from_the_policy():
-    """The share of right among many draws at one state is sigmoid(log-odds)."""
-    states = jax.tree.map(lambda x: jnp.repeat(x, 20000, axis=0), starts(1))
-    _, steps = task.play_steps(lambda x: jnp.full(x.shape[0], 1.3), states, jax.random.key(2), steps=1)
-    expected = 1 / (1 + np.exp(-1.3))
-    assert abs(steps.actions.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / 20000)
-
-
 def balance(observations):
     """Holds the pole for hundreds of steps."""
     return 50 * (observations @ jnp.array([0.3, 0.7, 6.0, 2.0]))

@@ -44,24 +44,15 @@ def test_both_libraries_load_it_and_agree(tmp_path):
     from transformers import AutoModelForCausalLM
 
     torch = pytest.importorskip("torch")
-    folder = write_policy(tmp_path, WORDS, NewPolicySection(width=32, heads=2, window=10))
-    from grpo_jax.models import hf
-    from grpo_jax.models.policy import Policy
+    from grpo_jax.models.policy import load_policy
 
-    loaded = hf.load_folder(folder)
-    assert loaded.eos_ids == (1,) and loaded.pad_id == 0
-    policy = Policy(loaded.config)
-    variables = {"params": loaded.params}
+    policy = load_policy(write_policy(tmp_path, WORDS, NewPolicySection(width=32, heads=2, window=10)))
+    assert policy.eos_ids == (1,) and policy.pad_id == 0
     tokens = np.arange(4, 14)[None]
-    prompt, completion = tokens[:, :5], tokens[:, None, 5:]
-    hidden = policy.forward_group(
-        variables, jnp.asarray(prompt), jnp.ones(prompt.shape, bool), jnp.asarray(completion),
-        jnp.ones(completion.shape, bool),
-    )  # fmt: skip
-    logits = hidden[0, 0] @ policy.head(variables).T
+    hidden = policy.prefill(policy.variables, jnp.asarray(tokens), jnp.ones(tokens.shape, bool)).hidden
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(tokens)).logits[0, 4:-1]
-    np.testing.assert_allclose(logits, theirs.numpy(), atol=1e-5)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor(tokens)).logits[:, -1]
+    np.testing.assert_allclose(hidden @ policy.head(policy.variables).T, theirs.numpy(), atol=1e-5)
 
 
 def test_vectors_begin_by_a_mean_in_which_newer_words_weigh_more(tmp_path):

@@ -108,6 +108,14 @@ def own_programs(shared_programs):
     shared_programs.clear()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """A write that failed is tried again at once, and not for seconds."""
+    from grpo_jax.runs import directory
+
+    monkeypatch.setattr(directory, "RETRY_PAUSES", (0.01, 0.04, 0.16))
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A task for the commands: policy, prompts, judge and config, one for all test files of a worker."""

@@ -21,6 +21,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.directory import disk_errors, disk_reason, saved_steps
+from grpo_jax.runs.directory import disk_errors, disk_reason, retry_write, saved_steps
 from grpo_jax.runs.session import Record as Meta
 
 EVALUATED = "variables"
@@ -45,6 +46,7 @@ MANIFEST = "checkpoint.json"
 """Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
 _UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
 _NAMES = ("best", "final")
+_REMOVAL_SECONDS = 1.0  # a running training may be removing the checkpoint that is read
 
 Result = TypeVar("Result")
 
@@ -68,7 +70,7 @@ class Checkpoints:
         """Open a folder, made if absent, and remove what an interrupted write left in it.
 
         `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
-        be writing). `warning` gets a line for each damaged checkpoint that is set aside.
+        be writing). `warning` gets a line for each damaged checkpoint set aside and each write repeated.
         """
         for library in ("absl", "asyncio"):  # they print the errors that they also raise
             logging.getLogger(library).setLevel(logging.CRITICAL + 1)
@@ -95,15 +97,17 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
         """Save a step, in the background unless `wait`; if it is there already, replace its metadata alone.
 
-        Raises UserError if the weights are not finite, and if this write or the one before fails.
+        A write that failed in the background is made up for by this one. Raises UserError if that fails too, or if the
+        weights are not finite.
         """
         assert not self._read_only
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
         path = self.folder / f"step_{step}"
-        with self._disk_errors():
-            self._manager.wait_until_finished()
+
+        def write() -> None:
+            self._manager.wait_until_finished()  # raises the error of the write before
             self.folder.stat()  # raises if it was deleted, where Orbax would make it again
             self._writing = {"step": step, "meta": meta}
             if broadcast(not path.is_dir()):
@@ -112,6 +116,15 @@ class Checkpoints:
                 write_manifest(path, read_manifest(path) | self._writing)
             if wait:
                 self._manager.wait_until_finished()
+
+        def on_retry(error: Exception, pause: float) -> None:
+            nonlocal wait
+            wait = True
+            self._clear()
+            self._warning(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
+
+        with self._disk_errors():  # one of several processes cannot begin again alone
+            write() if process_count() > 1 else retry_write(write, on_retry)
 
     def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Save a step as `save` does, wait, and give it the name "best" or "final"."""
@@ -207,6 +220,8 @@ class Checkpoints:
             if not damage:
                 self._set_aside(damaged)
                 return int(path.name.removeprefix("step_"))
+            if self._is_gone(path):
+                return self._latest()
             damaged[path] = damage
         if damaged:
             reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
@@ -241,20 +256,30 @@ class Checkpoints:
             fix = f"there are: {', '.join(available)}" if available else "the run has not come to its first checkpoint"
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
         path = (self.folder / (chosen if chosen in _NAMES else f"step_{chosen}")).resolve()
-        if damage := self._damage(path):
+        damage = self._damage(path)
+        if damage and not self._is_gone(path):
             others = ", ".join(other for other in available if other != chosen) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
         return path.name
 
     def _reading(self, which: int | str, read: Callable[[Path], Result]) -> Result:
-        """Find a checkpoint and read it."""
-        path = self.folder / from_main_process(lambda: self._find(which))
-        try:
-            return read(path)
-        except UserError:  # it can be read, and does not fit
-            raise
-        except Exception as error:
-            raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
+        """Find a checkpoint and read it; again if a running training removes it meanwhile."""
+        while True:
+            path = self.folder / from_main_process(lambda: self._find(which))
+            try:
+                return read(path)
+            except Exception as error:
+                if self._is_gone(path):
+                    continue
+                if isinstance(error, UserError):  # it can be read, and does not fit
+                    raise
+                raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
+
+    def _is_gone(self, path: Path) -> bool:
+        """Return whether a running training has removed a checkpoint that could not be read."""
+        if self._read_only:
+            time.sleep(_REMOVAL_SECONDS)
+        return self._read_only and not path.exists()
 
     def _seal(self) -> None:
         """Write the manifest of the step that is about to be committed; Orbax calls this before the rename."""
@@ -275,9 +300,15 @@ class Checkpoints:
             with disk_errors(self.folder):
                 yield
         except UserError:
-            for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
-                shutil.rmtree(left, ignore_errors=True)
+            self._clear()
             raise
+
+    def _clear(self) -> None:
+        """Remove what an interrupted write left."""
+        for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
+            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            self._manager.reload()
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:

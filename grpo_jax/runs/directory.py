@@ -10,7 +10,8 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from grpo_jax.rollout.pictures import png
 from grpo_jax.tasks.task import EpisodeEntry, GalleryEntry
 
 LOCK = "run.lock"
+RETRY_PAUSES = (0.5, 2.0, 8.0)
+"""Seconds before a failed write is tried again."""
 
 
 class RunLock:
@@ -57,12 +60,11 @@ class RunLock:
 
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names the path; tensorstore reports those as ValueError."""
-    words = ("OS error", "os_error_code", "No space left")
+    """Turn an error of the disk into a UserError that names the path."""
     try:
         yield
     except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and not any(word in str(error) for word in words):
+        if not _is_disk_error(error):
             raise
         folder = Path(path).parent
         if not folder.exists():
@@ -72,6 +74,27 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             f"cannot write {path} ({disk_reason(error)}): make room or fix the permissions, then continue with "
             "--resume, or start again if nothing was saved yet"
         ) from error
+
+
+def _is_disk_error(error: OSError | ValueError) -> bool:
+    """Return whether a write failed for the disk's reasons; tensorstore reports those as ValueError."""
+    words = ("OS error", "os_error_code", "No space left")
+    return isinstance(error, OSError) or any(word in str(error) for word in words)
+
+
+def retry_write(
+    write: Callable[[], None], on_retry: Callable[[Exception, float], None] = lambda error, pause: None
+) -> None:
+    """Call `write` until it succeeds, at most four times: a network disk may be away for a moment."""
+    for pause in RETRY_PAUSES:
+        try:
+            return write()
+        except (OSError, ValueError) as error:
+            if not _is_disk_error(error) or getattr(error, "errno", None) == errno.ENOENT:
+                raise
+            on_retry(error, pause)
+        time.sleep(pause)
+    return write()
 
 
 def disk_reason(error: BaseException) -> str:
@@ -84,8 +107,9 @@ def disk_reason(error: BaseException) -> str:
 def write_atomically(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
     """Write a whole file or nothing, through a temporary one beside it. Large data comes in pieces."""
     path = Path(path)
-    pieces = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
-    with disk_errors(path):
+    pieces = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else list(data)
+
+    def write() -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -95,6 +119,9 @@ def write_atomically(path: str | Path, data: bytes | str | Iterable[bytes]) -> N
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+    with disk_errors(path):
+        retry_write(write)
 
 
 class AppendedFile:
@@ -108,9 +135,14 @@ class AppendedFile:
     def write(self, text: str) -> None:
         """Append text. Raises UserError on a full disk."""
         data = memoryview(text.encode(errors="backslashreplace"))
-        with disk_errors(self._path):
+
+        def write() -> None:
+            nonlocal data
             while data:
                 data = data[self._file.write(data) :]
+
+        with disk_errors(self._path):
+            retry_write(write)
 
     def close(self) -> None:
         """Close the file."""

@@ -130,7 +130,7 @@ def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, 
 
 
 @pytest.mark.wide
-def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
+def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     run.mkdir()

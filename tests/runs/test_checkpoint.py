@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import threading
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import optax
 import pytest
 
 from grpo_jax.errors import UserError
-from grpo_jax.runs.checkpoint import Checkpoints, restore_params
+from grpo_jax.runs import checkpoint as module
+from grpo_jax.runs.checkpoint import Checkpoints, find_damage, restore_params
 from grpo_jax.training.state import free_buffers
 
 
@@ -266,6 +268,24 @@ def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step_1", "step_2"]
 
 
+def test_a_reader_takes_the_newer_one_where_a_run_removes_its_own(folder, monkeypatch):
+    with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as reading:
+        writing.save_as("best", 1, make_state(1), {})
+
+        def overtaken(path):
+            monkeypatch.undo()
+            for step in (2, 3):
+                writing.save_as("best", step, make_state(step), {})
+            assert not path.exists()
+            return find_damage(path)
+
+        monkeypatch.setattr(module, "find_damage", overtaken)
+        monkeypatch.setattr(module, "_REMOVAL_SECONDS", 0.0)
+        came, meta = reading.restore("best", make_state())
+        assert meta["step"] == 3
+        assert_same(came, make_state(3))
+
+
 @contextmanager
 def small_files_only(limit):
     """Every write beyond `limit` bytes of a file fails, as on a full disk, root or not."""
@@ -277,24 +297,37 @@ def small_files_only(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_full_disk_is_one_line_and_keeps_what_was_committed(folder, wait):
-    """A write in the background fails at the next one."""
+def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
-    with Checkpoints(folder) as checkpoints:
+    notes = []
+    with Checkpoints(folder, warning=notes.append) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
         with (
             small_files_only(50_000),
             pytest.raises(UserError, match=r"cannot write .*checkpoints \(File too large\): make room"),
         ):
-            checkpoints.save(2, big, {}, wait=wait)
-            checkpoints.save(3, big, {})
+            checkpoints.save(2, big, {}, wait=True)
+        assert [note.partition(")")[2] for note in notes] == [
+            *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")
+        ]
         assert checkpoints.latest_step() == 1
         assert_same(checkpoints.restore("latest", big)[0], big)
         assert not list(folder.glob("*tmp*"))  # gives the space back
-    with Checkpoints(folder) as checkpoints:  # when there is room again
         checkpoints.save(2, big, {}, wait=True)
         assert_same(checkpoints.restore(2, big)[0], big)
+
+
+def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder, impatient):
+    big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
+    notes = []
+    with Checkpoints(folder, warning=notes.append) as checkpoints:
+        with small_files_only(50_000):
+            checkpoints.save(1, big, {})
+            for thread in [thread for thread in threading.enumerate() if thread.name == "save_finalize"]:
+                threading.Thread.join(thread)  # Orbax's own raises
+        checkpoints.save(2, big, {})
+        assert checkpoints.available() == ["2"] and len(notes) == 1
+        assert "could not be written" in notes[0]
 
 
 def test_a_folder_that_was_deleted_is_said_at_once(folder):

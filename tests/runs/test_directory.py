@@ -14,7 +14,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs.directory import (
-    AppendedFile,
+    RETRY_PAUSES,
     RunDirectory,
     RunLock,
     read_metrics,
@@ -96,21 +96,24 @@ def test_nothing_to_resume_a_file_and_places_that_cannot_be(tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_failed_write_is_named_and_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_failed_write_is_made_again_and_leaves_the_old_file(failures, tmp_path, impatient, monkeypatch):
+    path, left, replace = tmp_path / "a.json", [OSError(errno.ENOSPC, "No space left on device")] * failures, os.replace
     write_atomically(path, "old")
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def sometimes(*arguments):
+        if left:
+            raise left.pop()
+        replace(*arguments)
 
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(UserError, match=r"cannot write .*a\.json \(No space left on device\): make room"):
+    monkeypatch.setattr("os.replace", sometimes)
+    if failures > len(RETRY_PAUSES):
+        with pytest.raises(UserError, match=r"cannot write .*a\.json \(No space left on device\): make room"):
+            write_atomically(path, "new")
+    else:
         write_atomically(path, "new")
-    assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
-    file = AppendedFile("/dev/full")
-    with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\).*--resume"):
-        file.write("row")
-    file.close()
+    assert path.read_text() == ("old" if left else "new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_summary_is_strict_json(tmp_path):

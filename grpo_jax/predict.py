@@ -59,7 +59,6 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     """
     import jax
 
-    from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens
     from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.runs.policy import image_processor_of, make_see
@@ -95,10 +94,9 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
         try:
-            request = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
+            row = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
         except ValueError as error:
             raise UserError(str(error)) from error
-        row = Row(0, request.text, {}, request.pictures, request.messages)
         tokens, mask, pictures_read = (encode_wide or encoder([row]))([row])
         seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))

@@ -14,23 +14,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config.fields import (
-    KEY,
-    Argument,
-    ConfigField,
-    Section,
-    build,
-    hint,
-    listed,
-    merged,
-    to_yaml,
-    walk,
-)
+from grpo_jax.config.fields import KEY, Argument, ConfigField, Section, build, hint, merged, to_yaml, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
-from grpo_jax.config.other_names import ALL_NAMES, fields_of, hint_for
-from grpo_jax.config.removed import REMOVED
+from grpo_jax.config.other_names import ALL_NAMES, REMOVED, fields_of, hint_for
 from grpo_jax.config.run import find_task, make_config
-from grpo_jax.errors import UserError, short_name, short_repr
+from grpo_jax.errors import UserError, one_line, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic")
@@ -125,7 +113,7 @@ def find_config(name: str) -> Path:
     if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
     left = REMOVED.get(f"config.{stem}")
-    hint = f"it {left}" if left else f"configs that ship with grpo_jax: {listed(shipped)}"
+    hint = f"it {left}" if left else f"configs that ship with grpo_jax: {one_line(', '.join(shipped), 150)}"
     raise UserError(f"--config {short_name(name)}: no such file; {hint}")
 
 

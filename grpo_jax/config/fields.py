@@ -20,9 +20,8 @@ from pydantic_core import PydanticUndefined, core_schema
 
 from grpo_jax.config.files import Fields, Values, read_yaml
 from grpo_jax.config.named import FILE, load_module
-from grpo_jax.config.other_names import hint_for
-from grpo_jax.config.removed import REMOVED
-from grpo_jax.errors import FieldError, UserError, short_name, short_repr
+from grpo_jax.config.other_names import REMOVED, hint_for
+from grpo_jax.errors import FieldError, UserError, one_line, short_name, short_repr
 
 KEY = "kind"
 """The key beside an object's fields that says its class."""
@@ -40,7 +39,6 @@ NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 OneOrMore = Annotated[float, Ge(1)]
-_LIST_WIDTH = 155  # characters of an error line
 
 
 class Argument(str):
@@ -298,14 +296,7 @@ def hint(path: str, names: Iterable[str]) -> str:
         return other
     near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.85) or same
     near = near or difflib.get_close_matches(path, names, n=1, cutoff=0.55)
-    return f"did you mean {near[0]}?" if near else f"there are: {listed(siblings or names)}"
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names with commas, as many as a line has room for."""
-    names = list(names)
-    shown = [name for place, name in enumerate(names) if len(", ".join(names[: place + 1])) <= _LIST_WIDTH]
-    return ", ".join(shown) + (f", … ({len(names)} in all)" if len(shown) < len(names) else "")
+    return f"did you mean {near[0]}?" if near else f"there are: {one_line(', '.join(siblings or names), 155)}"
 
 
 def merged(below: Any, above: Any) -> Any:

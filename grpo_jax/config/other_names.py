@@ -1,4 +1,4 @@
-"""TRL's names and their place here: one table for the hints and for docs/coming_from_trl.md.
+"""Names that are no fields here: TRL's, for hints and docs/coming_from_trl.md, and those that left.
 
 An entry is "names there": "fields here, then what differs". A field may have the value that is meant ("field:
 value"). An entry that begins with NOT_HERE has no place, and says why.
@@ -226,3 +226,127 @@ def hint_for(name: str, names: Sequence[str] | None = None, same: Sequence[str] 
     if names is not None and not (all(field in names for field in fields) if fields else not same):
         return ""
     return f"TRL's is {entry}" if entry.startswith(NOT_HERE) else f"here it is {entry}"
+
+
+def _each(names: str, successor: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), successor)
+
+
+REMOVED: dict[str, str] = {
+    "watch": "is eval_rewards",
+    "warm_start": "is sft",
+    "training.lag": "is training.async_level",
+    "training.accumulation": "is training.grad_accumulation_steps",
+    "training.early_stopping_metric": "is evaluation.best_by, for the best checkpoint too",
+    "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
+    "training.memory_budget_gib": "left: --plan says what an update takes; set training.grad_accumulation_steps",
+    "algorithm.dead_groups": "is algorithm.zero_variance_groups",
+    "algorithm.turn_discount": "is algorithm.turn_gamma",
+    "algorithm.discount": "is algorithm.gamma",
+    "algorithm.trace": "is algorithm.gae_lambda",
+    "algorithm.kl_straight_through": "left: use algorithm.kl_corrected",
+    "algorithm.resample_rounds": "is no setting any more: 3",
+    "algorithm.whiten": "is no setting any more: sequence",
+    "ppo.discount": "is ppo.gamma",
+    "ppo.trace": "is ppo.gae_lambda",
+    "ppo.whiten": "is no setting any more: true",
+    "ppo.value_rate": "is no setting any more: 1 (raise ppo.value_coef)",
+    "ppo.kl_estimator": "is no setting any more: k1",
+    **_each("ppo.kl_target ppo.kl_horizon", "left: ppo.kl_coef stays as it is given"),
+    "project": "left: Weights & Biases reads WANDB_PROJECT",
+    "debug": "is an option of the command alone: --debug",
+    "hub_private": "left: make a private repository on the hub first",
+    "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
+    "policy.new.architecture": "left: a new policy is a Llama",
+    "policy.new.vocabulary": "left: all words of the task become tokens",
+    "evaluation.gallery": "is no setting any more: 12",
+    "evaluation.sampled": "is evaluation.samples: 0 for no sampled completions",
+    **_each("evaluation.top_k evaluation.top_p", "is that of training"),
+    "rewards.isolated": "left: use a judge of kind function in a pool of one actor (judges.NAME.pool)",
+    "rewards.group": "left: place_in_group tells a reward where each group begins",
+    "sampling.max_answer_tokens": "is sampling.max_observation_tokens",
+    "sampling.group": "left: a group is always made of independent samples",
+    "sampling.keep_prompt": "left: watch the gain over the unchanged prompt instead (eval_rewards: [alignment_gain])",
+    "sampling.min_new_tokens": "left: a reward on length asks for longer completions",
+    "sampling.repetition_penalty": "left: it set the sampler apart from the policy; data.forbidden_tokens acts on both",
+    # data
+    "data.template_date": 'is data.chat_template_options: {today: "YYYY-MM-DD"}',
+    "data.enable_thinking": "is data.chat_template_options: {enable_thinking: true}",
+    "data.allowed_tokens": "left: data.forbidden_tokens names tokens, each by its id or as a text",
+    "data.streaming": "left: data files of any size are mapped into memory; give data.prompts alone",
+    "data.shuffle_buffer": "left with data.streaming: the order is shuffled over the whole data set",
+    "data.curriculum": "left: sort the prompts into several files and train on one after another",
+    "data.informative_half_life": "left: use algorithm.zero_variance_groups resample or drop",
+    # tasks
+    "task.unusable": "is task.invalid",
+    "task.isolated": "left: environments run in threads of the run, with judge_timeout as their limit",
+    "task.pictures_per_text": "left: a group's texts are drawn from one noise",
+    "task.answer": "is task.observation",
+    **_each("task.negative_prompt task.guidance task.steps", "left: judges.renderer has this field, for all pictures"),
+    "task.see_source": "left with pictures drawn from pictures",
+    "task.listed": "left: rankings score every item of the catalogue; beside a prior 100 places count",
+    "task.semantic_ids": "left: task.writes title or item",
+    "task.item_start": "left: items' own words begin as the vectors of their titles",
+    "task.training_targets": "left: every position of a history is trained",
+    "task.held_out": "is no setting any more: 64 (evaluation.prompts and validation_prompts say how many are measured)",
+    **_each("task.pairs task.pair_characters", "left: what SFT teaches follows from task.writes"),
+    "task.exclude_history": "left: rankings leave the history out",
+    "task.decay": "left: the decayed baselines take 0.7",
+    **_each(
+        "task.split task.held_out_items task.time_share",
+        "left: each user's last item is held out, and the one before it for validation",
+    ),
+    "task.minimum_rating": "left: drop low ratings from the file",
+    "task.minimum_items": "left: users with fewer than 2 items are left out; drop others from the file",
+    "task.prompts": "left: task.template makes the prompts",
+    **_each("task.retrieval.dense task.retrieval.dense_weight", "left: one encoder ranks the catalogue"),
+    "task.retrieval.ties": "left: ties count against the target",
+    "task.retrieval.temperature": "is no setting any more: 0.05",
+    "task.retrieval.attempts": "is no setting any more: 3",
+    **_each("task.retrieval.budget task.retrieval.window", "left: 5 calls may go missing among the last 100"),
+    "task.dummy_length": "is no setting any more: 8",
+    "task.dummy_fickle": "is no setting any more: 0.1",
+    "task.dummy_noise": "is no setting any more: 0.02",
+    "task.dummy_seed": "is no setting any more: 0",
+    # kinds and configs
+    "task.kind.prompt_recreation": "left: use prompt_refinement",
+    "config.prompt_recreation_miniature": "left: use prompt_refinement_miniature",
+    "config.prompt_recreation_sd3": "left: use prompt_refinement_sd3",
+    "config.prompt_refinement_scenes": "left: use prompt_refinement_miniature or prompt_enhancement_scenes",
+    "config.recommendation_slates": "left: take recommendation_quick, whose policy ranks the catalogue",
+    "judges.kind.dino": "left: use examples/judges/dino.py:Dino",
+    "judges.kind.ocr": "left: use examples/judges/ocr.py:Ocr",
+    "judges.kind.open_nsfw": "left: use examples/judges/open_nsfw.py:OpenNsfw",
+    "judges.kind.image_to_image": "left: use text_to_image",
+    # judges
+    **_each(
+        "judges.NAME.scheduler judges.NAME.scheduler_options",
+        "left: the pipeline's own, set in its folder's scheduler_config.json",
+    ),
+    **_each(
+        "judges.NAME.counting_threshold judges.NAME.position_threshold judges.NAME.most_objects",
+        "is no setting any more: GenEval's",
+    ),
+    "judges.NAME.preprocessing": "left: pictures are resized by the model's own library",
+    "judges.NAME.lora_scale": "left: LoRA weights are added as they are",
+    **{
+        f"judges.NAME.{name}": f"left: use judges.NAME.pool.{name}"
+        for name in ("replicas", "resources", "runtime_env", "address", "batch_timeout")
+    },
+    **_each("judges.NAME.batch judges.NAME.pool.batch", "left: an actor is given the judge's batch_size rows, or 32"),
+    **_each("judges.NAME.in_flight judges.NAME.pool.in_flight", "left: an actor has one batch at a time"),
+    **_each("judges.NAME.batch_attempts judges.NAME.pool.batch_attempts", "is no setting any more: 3"),
+    **_each("judges.NAME.max_restarts judges.NAME.pool.max_restarts", "is no setting any more: 10"),
+    # CartPole
+    "rollout": "left: CartPole has algorithm.group_size; ppo plays 128 steps on each of 32 carts",
+    "network": "left: CartPole's networks have a tanh layer of 64",
+    "evaluation.episodes": "is no setting any more: 100",
+    "evaluation.solved": "is no setting any more: 475",
+    **_each(
+        "algorithm.width algorithm.value_coef algorithm.minibatches algorithm.gae_lambda algorithm.clip_low "
+        "algorithm.clip_high algorithm.kl_coef algorithm.value_clip optimizer.schedule optimizer.beta1 "
+        "optimizer.beta2 optimizer.max_grad_norm",
+        "is no setting of CartPole: a constant of its training.py",
+    ),
+}
+"""Names that left, by their dotted path, each with its successor; also kinds and configs."""

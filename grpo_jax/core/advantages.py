@@ -1,8 +1,9 @@
 """From rewards to advantages: group-relative, leave-one-out, RAFT, GDPO, REINFORCE++, and conditioned rewards.
 
 Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
-in no statistic. A group without signal (all its present rewards equal, or fewer than two present) gives
-exactly 0, not rounding noise divided by eps. Standard deviations are the sample ones; eps is added to them.
+in no statistic, and in a sum of objectives the group's mean stands for it (`sum_rewards`). A group without signal
+(all its present rewards equal, or fewer than two present) gives exactly 0, not rounding noise divided by eps.
+Standard deviations are the sample ones; eps is added to them.
 """
 
 from collections.abc import Sequence
@@ -202,9 +203,9 @@ def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives
 def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
     """Weighted sum over the objectives, as GRPO wants it.
 
-        s[p, g] = Σ_n w[n] · (r[p, g, n], or the mean of objective n over the others of group p where that is missing)
+        s[p, g] = Σ_n w[n] · r'[p, g, n],   r' = r, or if that is missing the mean of r[p, :, n] over those present
 
-    A judge that failed thus neither punishes nor rewards: 0 in its place would be a reward like any other. What is
+    A reward that failed thus neither punishes nor rewards: 0 in its place would be a reward like any other. What is
     missing in a whole group adds nothing to any row of it. An objective of weight 0 is as good as absent.
 
     Args:

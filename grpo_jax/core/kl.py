@@ -17,8 +17,8 @@ class KLPenalty:
 
     Attributes:
         coef: its weight.
-        estimator: "k1", "k2" or "k3". As a loss, k1's expected gradient is 0 unless it is corrected; k2's is
-            that of the true KL on-policy; k3's is biased.
+        estimator: "k1", "k2" or "k3". Uncorrected and on-policy, the expected gradient of k1 is 0, that of k2 is the
+            gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π).
         corrected: multiplies by the token's ratio, whose gradient makes the estimate unbiased off-policy too
             (https://arxiv.org/abs/2512.02556, section 3.1).
         straight_through: the value of the estimator with the gradient of k2, which is right on-policy (verl's

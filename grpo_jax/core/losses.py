@@ -120,13 +120,10 @@ def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse choices that do not fit together; return whether there is an entropy bonus."""
     check_choice("ratio", ratio, "token", "sequence")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
-    penalty = "a KL penalty", kl is not None, ref_logprobs
-    for name, (choice, made, array) in {
-        "ref_logprobs": penalty,
-        "entropy": ("an entropy coefficient", bonus, entropy),
-    }.items():
-        if made and array is None:
-            raise ValueError(f"{name} must be given with {choice}, got None")
+    if kl is not None and ref_logprobs is None:
+        raise ValueError("ref_logprobs must be given with a KL penalty, got None")
+    if bonus and entropy is None:
+        raise ValueError("entropy must be given with an entropy coefficient, got None")
     return bonus
 
 
@@ -209,22 +206,22 @@ def grpo_loss(
         logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
     )
     local = loss_normaliser(mask, aggregation, dtype=logprobs.dtype)
-    whole = as_normaliser(normaliser, local, aggregation, bonus)
+    denominators = as_normaliser(normaliser, local, aggregation, bonus)
     log_ratio = _log_ratio(logprobs, old, mask, ratio, per_token=advantages.shape == mask.shape)
 
     policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
     if token_weights is not None:
         policy *= _as_token_weights(token_weights, mask, policy.dtype)
     policy_total = aggregate(policy, mask, aggregation)
-    loss = safe_divide(policy_total, whole.loss)
+    loss = safe_divide(policy_total, denominators.loss)
     divergence = None
     if ref is not None:
         divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
     if kl is not None and ref is not None:
         penalty = kl.per_token(logprobs, old, ref)
-        loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
+        loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), denominators.loss)
     if bonus and entropies is not None:
-        loss -= entropy_coef * safe_divide(jnp.sum(entropies), whole.tokens)
+        loss -= entropy_coef * safe_divide(jnp.sum(entropies), denominators.tokens)
 
     old_divergence = kl_divergence(old, logprobs)
     metrics = _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence, entropies)
@@ -251,6 +248,6 @@ def sft_loss(
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
     local = loss_normaliser(mask, "token", dtype=logprobs.dtype)
-    whole = as_normaliser(normaliser, local, "token", bonus=False)
+    denominators = as_normaliser(normaliser, local, "token", bonus=False)
     total = -jnp.sum(select(mask, logprobs))
-    return safe_divide(total, whole.tokens), SFTMetrics(jax.lax.stop_gradient(Mean(total, local.tokens)))
+    return safe_divide(total, denominators.tokens), SFTMetrics(jax.lax.stop_gradient(Mean(total, local.tokens)))

@@ -55,7 +55,8 @@ class Architecture(NamedTuple):
 
     Its configs are frozen dataclasses, hashable and hence static under jit, with at least the fields vocab_size,
     hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions, tie_word_embeddings,
-    initializer_range and model_type.
+    initializer_range, model_type, vision (None: no pictures), logit_softcap (None: no cap) and embedding_scale.
+    The class joins the union `ModelConfig`.
     """
 
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
@@ -78,8 +79,7 @@ class Architecture(NamedTuple):
     # (config, name of a projection or embedding) -> standard deviation of freshly drawn weights
     initial_stddev: Callable[[Any, str], float]
     naming: Naming  # of the tensors in its folders
-    # (config) -> how many tokens prompt and completion may have together where positions are not learned but end; None
-    # where they go on
+    # (config) -> the most tokens of prompt and completion together, for rotated positions that end; else None
     longest: Callable[[Any], int | None] = lambda config: None
 
 
@@ -94,9 +94,9 @@ def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> 
 def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
     """A layer of a frozen base as (params, adapters, x, ...) → its result, computed again in the backward pass.
 
-    Where layers are no loop XLA puts off the gradients of adapters, and holds what all layers need for them: so the
-    backward pass hands on that of x once the adapters have theirs, and begins once that of the result is there.
-    Parameters have no gradient.
+    In an unrolled stack XLA postpones the gradients of adapters, and holds every layer's inputs for them. Barriers
+    therefore order a layer's backward pass: it begins once the gradient of the result is there, and hands on that of x
+    once the adapters have theirs. Parameters have no gradient.
     """
 
     def apply(params: PyTree, adapters: PyTree, *inputs: PyTree) -> PyTree:

@@ -1,9 +1,11 @@
 """Low-rank adapters, and the frozen weights in 8 or 4 bits beside them.
 
-Adapters are a collection of their own, so that leaving it out is the base model exactly. A quantised weight is stored
-through qwix as round(w / s), with s the largest magnitude of its group over the largest integer; products are computed
-from s · round(w / s) in the computation's dtype (weight-only quantisation, as in QLoRA, Dettmers et al. 2023,
-arXiv:2305.14314, with evenly spaced integers).
+Adapters are a collection of their own: `layers.Projection` adds them to its product, and
+`training.state.reference_variables` leaves the collection out, which is the base model exactly.
+
+A quantised weight is stored through qwix as round(w / s), with s the largest magnitude of its group over the largest
+integer; products are computed from s · round(w / s) in the computation's dtype (weight-only quantisation, as in
+QLoRA, Dettmers et al. 2023, arXiv:2305.14314, with evenly spaced integers).
 """
 
 from __future__ import annotations

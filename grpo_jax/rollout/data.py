@@ -249,8 +249,8 @@ def iterations_in_all(section: TrainingSection, n: int) -> int:
     return section.max_steps or section.num_epochs * batches_per_epoch(n, section.prompts_per_batch)
 
 
-def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
-    """Return the rows of a further draw of an iteration, i64 [P], where its own batch (draw 0) had too little signal.
+def draw_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
+    """Return the rows of a draw of an iteration, i64 [P]: its batch (0), then more where that lacks signal.
 
     The order is the iteration's batch, then all other rows shuffled; a draw takes the next stretch, from the start
     again at the end. Within a draw all rows are different.

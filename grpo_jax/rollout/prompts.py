@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -149,19 +150,11 @@ def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | N
         raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {short_repr(split)}')
     if "prompt" not in record:
         raise ValueError(f'no "prompt" (it has {", ".join(map(short_repr, list(record)[:3])) or "nothing"})')
-    prompt = read_prompt(record.pop("prompt"), take_pictures(record, base), base)
+    row = read_prompt(record.pop("prompt"), take_pictures(record, base), base)
     clashes = [name for name in RESERVED_COLUMNS if name in record]
     if clashes:
         raise ValueError(f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it")
-    return Row(number, prompt.text, record, prompt.pictures, prompt.messages), split
-
-
-class Prompt(NamedTuple):
-    """Text of a row's prompt (of a conversation, what the user said last), its pictures in order, and its messages."""
-
-    text: str
-    pictures: tuple[Source, ...]
-    messages: tuple[Message, ...]
+    return replace(row, id=number, columns=record), split
 
 
 def take_pictures(record: Fields, base: Path | None) -> list[Source]:
@@ -185,8 +178,8 @@ def _at(where: str, read: Callable[..., T], *arguments: object) -> T:
         raise ValueError(f"{where}: {error}") from error
 
 
-def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) -> Prompt:
-    """Read a row's `prompt`, text or messages {"role": …, "content": text or parts}; raises ValueError.
+def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) -> Row:
+    """Make a row of its `prompt`, text or messages {"role": …, "content": text or parts}; raises ValueError.
 
     The `pictures` of its columns take the places of parts {"type": "image"} without a source, or stand before the
     user's first text.
@@ -196,7 +189,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
         count = value.count(PICTURE_MARK)
         if pictures and count not in (0, len(pictures)):
             raise ValueError(f'"prompt" has {PICTURE_MARK} {count} times, and there are {len(pictures)} pictures')
-        return Prompt(value.strip(), tuple(pictures), ())
+        return Row(0, value.strip(), pictures=tuple(pictures))
     if not isinstance(value, list | tuple):
         wrong = f"must be text or a list of messages, got {type(value).__name__}"
         raise ValueError(f'"prompt" {"is empty" if isinstance(value, str) else wrong}')
@@ -219,7 +212,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     for place, source in zip(empty, pictures, strict=False):
         sources[place] = source
     texts = [message.text.strip() for message in reversed(messages) if message.role == "user"]
-    return Prompt(next(filter(None, texts), "(a picture)"), tuple(sources), tuple(messages))
+    return Row(0, next(filter(None, texts), "(a picture)"), {}, tuple(sources), tuple(messages))
 
 
 def _read_message(message: object, sources: list[Source | None], base: Path | None) -> Message:

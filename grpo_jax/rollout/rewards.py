@@ -1,8 +1,11 @@
 """Call rewards: flat as TRL calls them, stacked, and never silently 0.
 
 A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). It is called
-flat, with each prompt repeated for its G completions; None is a reward that does not apply. Rewards that are
-`async def` wait at the same time.
+flat, with each prompt repeated for its G completions. Rewards that are `async def` wait at the same time.
+
+None is a missing reward, NaN from here on. `training.estimators.make_objectives` keeps it, and `core.advantages` leaves
+it out of GDPO's statistics and, with the group's mean in its place, out of sums. A completion without any reward has
+advantage 0 and counts in the loss's denominators; PPO masks it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from grpo_jax.errors import ABANDONED
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.data import further_batch_at
+from grpo_jax.rollout.data import draw_at
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
@@ -74,7 +74,7 @@ def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int,
     """Collect one draw: its rows and random numbers are functions of (seed, iteration, number)."""
     config, rows = ctx.config, ctx.prompts.train
     size = config.training.prompts_per_batch
-    places = further_batch_at(config.seed, iteration, number, batch_size=size, n=len(rows))
+    places = draw_at(config.seed, iteration, number, batch_size=size, n=len(rows))
     return collect(
         ctx.fns,
         ctx.samplers.training,

@@ -5,6 +5,10 @@ checkpoints/step_20, step_40, …       the last `keep`, and those that have a n
 checkpoints/best, checkpoints/final   links to the steps of those names
 ```
 
+A resume is exact because all else follows from (seed, iteration): the arrays are the trained weights, the optimizer's
+moments and counts, the reference, the loss scale and the weights of the rollout (`training.state.saved_parts`); the
+metadata is a `Progress`.
+
 Orbax writes a step elsewhere and gives it its place by a rename. A name is a link that is replaced in one move after
 its step is committed.
 """

@@ -42,7 +42,7 @@ class Progress(NamedTuple):
     Attributes:
         iteration: Iterations done.
         iterations: Iterations in all.
-        seconds: By stage; "total" is that of earlier processes while one runs, and of all until then in a checkpoint.
+        seconds: By stage; "total" counts earlier processes alone, in a checkpoint this one too.
         starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",

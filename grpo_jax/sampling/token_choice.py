@@ -57,7 +57,7 @@ class SamplingParams:
 
     @property
     def restricted(self) -> bool:
-        """Whether top-k, top-p or min-p is in use."""
+        """Whether top-k, top-p or min-p is in use; then the policy's log-probability has a mass of its own."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

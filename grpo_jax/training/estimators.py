@@ -35,7 +35,7 @@ Invalid = Literal["worst", "missing", "prompt"]
 class Objectives(NamedTuple):
     """Objectives to maximise, with names [N] and weights [N]; NaN is missing.
 
-    `rewards` is f32 [P, G, N] of each completion; of an episode its last turn's, or its return from the first.
+    `rewards` is f32 [P, G, N]: a completion's, an episode's last turn's, or an episode's return.
     `returns` is f32 [P, G, U, N] from each turn on, where turns are compared by themselves; or None.
     """
 
@@ -59,9 +59,9 @@ def make_objectives(
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    GDPO normalises this objective by itself, every other estimator adds it to the sum, with `overlong_weight`. It is
-    missing where every judged reward of non-zero weight is. It grows to 1 over `overlong_buffer` tokens (0: none) up
-    to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are missing or,
+    The penalty grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. GDPO normalises it like any
+    objective, the other estimators add it to the sum, with `overlong_weight`. It is missing if every judged reward of
+    non-zero weight is. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are missing or,
     with `fill`, by objective the lowest of the group's valid completions, if it has any.
     """
     rewards = condition_rewards(judged, conditions)

@@ -169,8 +169,8 @@ class Estimates(NamedTuple):
     explained_variance: jax.Array  # 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse
 
 
-def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array], tuple[Batch, Estimates]]:
-    """Compile the function (batch with scores and old_logprobs, values, KL coefficient) → batch to learn from.
+def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Batch, Estimates]]:
+    """Compile the function (batch with scores and old_logprobs, values) → (batch to learn from, estimates).
 
     Rewards per token, with the KL against `batch.ref_logprobs` (None: no KL), become advantages by GAE; the values
     learn advantage + value. Advantages are whitened over the batch's tokens.

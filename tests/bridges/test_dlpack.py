@@ -13,7 +13,7 @@ from support.xla import devices
 
 torch = pytest.importorskip("torch")
 
-from bridges.dlpack import _aligned, to_jax, to_torch  # noqa: E402 (only where torch is installed)
+from bridges.dlpack import _aligned, _lend, to_jax, to_torch  # noqa: E402 (only where torch is installed)
 
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "bool"]
 
@@ -44,6 +44,15 @@ def test_both_ways_share_memory_and_keep_values(dtype):
     assert [torch.zeros(24) for _ in range(50)] and torch.equal(back, values)  # memory outlives its sources
 
 
+def test_array_computed_by_jax_arrives_complete():
+    # dispatch is asynchronous: the view must not be read before the computation has ended
+    square = jax.jit(lambda x: x @ x)
+    for seed in range(20):
+        x = jax.random.normal(jax.random.key(seed), (200, 200))
+        expected = np.asarray(x) @ np.asarray(x)
+        np.testing.assert_allclose(to_torch(square(x)).numpy(), expected, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -70,6 +79,29 @@ def test_misaligned_memory_is_copied_on_the_cpu_and_for_a_card():
     assert _aligned(tensor[4:]).data_ptr() == tensor[4:].data_ptr()
     moved = _aligned(tensor[1:])
     assert moved.data_ptr() % 16 == 0 and torch.equal(moved, tensor[1:])
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says it lies on the second card, for torch's own export."""
+
+    device = torch.device("cuda", 1)
+
+
+def test_a_tensor_is_exported_where_its_card_is_torchs_current_one(monkeypatch):
+    current = [0]
+
+    def exchange(card):
+        before, current[0] = current[0], card
+        return before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda tensor: torch.Tensor.__dlpack__(tensor) and "exported")
+    tensor = torch.arange(4.0).as_subclass(OnCard)
+    with pytest.raises(BufferError, match="different CUDA device"):
+        torch.Tensor.__dlpack__(tensor)
+    assert _lend(tensor) == "exported" and current == [0]
 
 
 def test_copies_are_independent():

@@ -96,17 +96,6 @@ def test_the_end_of_a_run_is_shown_and_kept(tmp_path):
     assert stream.getvalue().endswith(f"solved by 3 of 4\nreport: {run.report}\n")
 
 
-def test_result_lines():
-    summary = {
-        "evaluation": {"pixel_accuracy": {"before": 0.25, "after": 0.75, "oracle": 0.9}, "x": {"after": 1.0}},
-        "baseline_reward": 0.2, "reward": 0.5, "improvement": 0.3, "relative_improvement": 1.5,
-    }  # fmt: skip
-    lines = reporting.result_lines(summary)
-    assert lines[1].split() == ["pixel_accuracy", "0.250", "0.750", "0.900"]
-    assert lines[2].split() == ["x", "–", "1.000", "–"]
-    assert lines[3] == "baseline reward 0.200, reward after training 0.500: improvement +0.300, +150%"
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -184,7 +184,7 @@ def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
     chosen, model = Target(target), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["sample"]
     compiled = compile_program(program, chosen, open_devices(chosen)[0])
-    assert "/layers_1/decode_attention/pallas_call" in compiled.as_text()
+    assert re.search(r"/layers_1/[\w./]*decode_attention/pallas_call", compiled.as_text())
     sizes = program_sizes(config, model, None)._replace(turns=program.turns)
     reading = read_program(compiled, sizes)
     assert 0 < reading.layer_kernels <= 10 and reading.cache_copies == 0

@@ -1,15 +1,12 @@
 """The user's mistakes: one clear line, exit code 2, no traceback, nothing lost."""
 
-import os
 import shutil
 
 import pytest
-from support.text_task import rows
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.train import main
 from grpo_jax.train import run as train
 
@@ -127,21 +124,6 @@ def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, 
     with pytest.raises(UserError, match="garbage"):
         train(config)
     assert not run.exists()
-
-
-@pytest.mark.wide
-def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full")
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to("/dev/full")
-    message = refused("--training.max_steps", "2")
-    assert "metrics.jsonl (No space left on device): make room" in message and "continue with --resume" in message
-    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.latest_step() == 0
-    (run / "metrics.jsonl").unlink()
-    assert main(["--run_dir", str(run), "--resume"]) == 0
-    assert [row["step"] for row in rows(run)] == [1, 2]
 
 
 def test_debug_shows_the_traceback(place, run):

@@ -31,6 +31,9 @@ TABLE = f"""
 --rewards=[3] | rewards[0]: expected a mapping, got 3
 --algorithm.advantage=gdop | (did you mean gdpo?), got 'gdop'
 --task=cartpole --algorithm.weights=[wide] | algorithm.weights[0]: expected a number, got 'wide'
+--task={COUNTDOWN}:Countdown --task.largest=2 | task.largest: expected a number >= 3, got 2
+--task=prompt_enhancement --task.invalid=free | task.invalid: expected
+--policy.mesh.tensor=0 | policy.mesh.tensor: expected a number >= 1, got '0'
 # fields that are not there: the nearest, another library's, one that left
 --training.max_step=3 | training.max_step: no such field; did you mean training.max_steps?
 --optimiser.beta1=.5 | optimiser: no such field; did you mean optimizer?
@@ -48,6 +51,12 @@ TABLE = f"""
 --data.streaming=true | data.streaming: no such field; it left: data files
 --task=prompt_enhancement --judges.renderer.scheduler=x | judges.renderer.scheduler: no such field; it left
 --config=recommendation_slates | no such file; it left: take recommendation_quick
+--task=cartpole --algorithm.clip_low=.1 | algorithm.clip_low: no such field; it is no setting of CartPole
+--task=cartpole --rollout.group_size=8 | rollout: no such field; it left: CartPole has algorithm.group_size
+--task=cartpole --judges.renderer.steps=4 | judges: no such field
+--judges.a=open_clip --judges.a.pool.replicaz=2 | judges.a.pool.replicaz: no such field; did you mean judges.a.pool.rep
+--judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is no setting
+--judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it left: an actor has one
 # options
 --seed | --seed: expected a value
 train | train: expected an option, such as --config FILE
@@ -71,13 +80,41 @@ train | train: expected an option, such as --config FILE
 --judges.a=stable_diffusion_3 --judges.a.steps=0 | judges.a.steps: expected a number >= 1, got '0'
 --judges.policy=open_clip | judges: expected another name: policy is the policy's
 --judges=[open_clip] | judges: expected a mapping, got
+--judges.a=open_clip --judges.a.pool.replicas=-1 | judges.a.pool.replicas: expected a number >= 1, got '-1'
+--judges.a=open_clip --judges.a.pool.resources.num_gpus=-1 | judges.a.pool.resources.num_gpus: expected a number >= 0
+--judges.a=open_clip --judges.a.pool.address=auto | judges.a.pool.address: expected HOST:PORT of a Ray cluster, or null
+--judges.a=http --judges.a.url=file:///etc/passwd | judges.a.url: expected http://HOST/… or https://HOST/…, got 'file
+--judges.a=http --judges.a.url=http:///score | judges.a.url: expected http://HOST
+--judges.a=http --judges.a.url=https://me:word@host/ | url: expected no password in it, but headers_from, got 'https://…'
+--judges.a=http | judges.a.url: expected http://HOST/… or https://HOST/…, got ''
+--judges.a=http --judges.a.url=http://h/ --judges.a.timeout=0 | judges.a.timeout: expected a number > 0
+--judges.a=vqa --judges.a.path=x '--judges.a.question=Is it?' | judges.a.question: expected a text with {{prompt}} in it
+--judges.a=object_detection --judges.a.path=x --judges.a.threshold=2 | judges.a.threshold: expected a number <= 1
 # fields that do not go together
 --policy.lora.path=a --policy.lora.rank=2 | policy.lora.path: expected no rank, alpha or targets beside
 --policy.new.width=20 --policy.new.heads=8 | policy.new.heads: expected a number that divides width = 20
 --policy.mesh.fsdp=5 | policy.mesh.fsdp: expected a divisor of 12, the prompts of one micro-
 --policy.quantised=int8 | policy.quantised: expected none without policy.lora
+--policy.quantised=int8 --policy.lora.rank=2 --policy.mesh.fsdp=2 | policy.quantised: expected none without policy.lora
+--policy.mesh.fsdp=4 --training.grad_accumulation_steps=2 | policy.mesh.fsdp: expected a divisor of 6
+--policy.lora.vision=true | policy.lora.vision: expected false without adapters
+--policy.lora.rank=2 --policy.lora.vision=true --policy.vision=train | policy.vision: expected frozen beside policy.lora
 --sampling.group_size=1 | sampling.group_size: expected at least 2 (a group is compared), got 1
 --sampling.turns=2 --data.form=append | sampling.turns: expected 1 with data.form append, which continues the prompt
+--data.tools=[a.py:add] | sampling.turns: expected at least 2 with tools that are called
+--data.tools=[a.py:add] --sampling.turns=2 --task.environment=a.py:b | task.environment: expected nothing with data.too
+--task=prompt_enhancement --data.tools=[a.py:add] --sampling.turns=2 | data.tools: expected JSON schemas with this task
+--data.form=append '--data.tools=[{{type: function, function: {{name: sit}}}}]' | data.tools: expected nothing with form
+--data.chat_template_options.today=soon | chat_template_options.today: expected "YYYY-MM-DD", got 'soon'
+--task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to fix what was drawn, got 1
+--task=environment --task.environment=[a.py:A] --data.prompts=a.jsonl | data.prompts: expected nothing
+--task=environment --task.environment=[a.py:A] --data.validation=a.jsonl | data.validation: expected nothing
+--task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
+--task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
+--task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 finite numbers
+--task=cartpole --algorithm.objectives=[upright,upright] | algorithm.objectives: expected one or more, each once
+--task=cartpole --algorithm.condition=5 | algorithm.condition: expected 0 without both objectives
+--task=cartpole --training.iterations=15 | training.iterations: expected a multiple of evaluation.every = 10, got 15
 --algorithm.turn_advantage=return --algorithm.advantage=gae | algorithm.turn_advantage: expected 'last' with advantage
 --algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'
 --algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with

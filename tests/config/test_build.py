@@ -23,18 +23,14 @@ CLASSES = [Config, CartPoleConfig, *map(find_task, NAMES), *JUDGE_CLASSES]
 SECTIONS = list(dict.fromkeys(field.about for kind in CLASSES for field in walk(kind, {})))
 
 
-# fields
-
-
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_field_has_its_help(section):
     fields = [field for field in walk(section, {}) if field.about is section and field.inner is None]
     assert all(field.info.description.endswith((".", ".)")) for field in fields)
 
 
-# how many: every one is a line that users read and a case that runs must hold
-
 MOST = 220
+"""Every field is a line that users read and a case that runs must hold."""
 
 
 def sections(kind=Section):
@@ -53,9 +49,6 @@ def test_there_are_few_fields():
     fields = [ConfigField("", kind, name, kind.model_fields[name], None) for kind, name in own]
     leaves = [field for field in fields if field.inner is None and field.marked is None]
     assert len(kinds) > 30 and len(leaves) <= MOST, len(leaves)
-
-
-# round trips
 
 
 def same_again(config, folder):
@@ -102,9 +95,6 @@ def test_objects_of_python_stand_in_their_places():
     same = make_config(task="text", policy=PolicySection(path="x"), rewards=[RewardSection(name="m:f")])
     assert same.policy == config.policy and same.rewards == config.rewards
     assert same.sampling.max_new_tokens == 128 != config.sampling.max_new_tokens  # a task's defaults are make_config's
-
-
-# what a resumed run may change
 
 
 def test_a_difference_is_told_with_both_values():

@@ -30,9 +30,6 @@ def stopped(capsys, *arguments):
     return capsys.readouterr().out
 
 
-# where values come from
-
-
 def test_arguments_override_files_which_override_defaults(tmp_path):
     path, other = tmp_path / "c.yaml", tmp_path / "d.yaml"
     path.write_text("seed: 1\ntask: text\ntraining: {max_steps: 9, save_every: 4}\n")
@@ -105,18 +102,12 @@ def test_a_file_comes_before_a_shipped_config_of_its_name(tmp_path, monkeypatch)
             find_config(wrong)
 
 
-# what it prints
-
-
 def test_the_printed_config_is_a_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = "prompt_enhancement_sd3"
     Path("printed.yaml").write_text(stopped(capsys, "train", "--config", name, "--seed", "7", "--print_config"))
     expected = load_config(find_config(name)).replace(seed=7)
     assert load_config(Path("printed.yaml")) == parse(["--config=printed.yaml"]) == expected
-
-
-# forms of values
 
 
 def test_a_list_is_given_without_brackets():
@@ -141,9 +132,6 @@ def test_a_lora_config_of_peft_is_a_section():
 )
 def test_the_learning_rate_is_safe_for_what_is_trained_unless_it_is_given(lora, given, expected):
     assert make_config(task="text", policy={"lora": lora}, optimizer={"learning_rate": given}).learning_rate == expected
-
-
-# all commands under one name
 
 
 def test_the_package_is_a_command():
@@ -200,7 +188,6 @@ def test_every_command_says_its_version(capsys):
         (["export", "--rum", "x", "--out", "y"], "error: --rum: no such option; did you mean --run?"),
         (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
         (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, "),
-        (["exprot"], "error: exprot: no such command; did you mean export?"),
     ],
 )
 def test_what_a_command_has_not_is_told_what_was_meant(words, message, capsys):

@@ -1,38 +1,15 @@
-"""Masked statistics against NumPy on what the mask leaves."""
+"""Masked values have no influence on statistics; tests/oracles has the numbers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from support.compiled import compiled
 
-from grpo_jax.core.masking import masked_mean, masked_std, masked_whiten, safe_divide
+from grpo_jax.core.masking import masked_mean, masked_std, masked_whiten
 
-masked_mean, masked_std, masked_whiten, safe_divide = map(
-    compiled, (masked_mean, masked_std, masked_whiten, safe_divide)
-)
+masked_mean, masked_std, masked_whiten = map(compiled, (masked_mean, masked_std, masked_whiten))
 pytestmark = pytest.mark.usefixtures("strict")
-
-values = hnp.arrays(np.float32, (4, 5), elements=st.floats(-100, 100, width=32))
-masks = hnp.arrays(np.bool_, (4, 5))
-
-
-def sample_std(x):
-    x = x.astype(np.float64)
-    return np.sqrt(sum((v - x.mean()) ** 2 for v in x) / (len(x) - 1)) if len(x) > 1 else 0.0
-
-
-@given(values, masks)
-def test_whitening(x, mask):
-    white = np.asarray(masked_whiten(jnp.asarray(x), mask, eps=1e-3))
-    expected = np.zeros_like(x)
-    inside = x[mask].astype(np.float64)
-    if len(inside) > 1 and inside.max() > inside.min():
-        expected[mask] = (inside - inside.mean()) / (sample_std(inside) + 1e-3)
-    np.testing.assert_allclose(white, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_empty_mask_gives_zero_and_zero_gradient():

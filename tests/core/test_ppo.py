@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from core.test_core_properties import batch as everything
 from support.compiled import compiled
 
 from grpo_jax.core.losses import Clip, grpo_loss
@@ -13,26 +14,14 @@ from grpo_jax.core.ppo import ppo_loss, value_loss
 grpo_loss, ppo_loss, value_loss = map(compiled, (grpo_loss, ppo_loss, value_loss))
 pytestmark = pytest.mark.usefixtures("strict")
 
-ROWS, STEPS = 4, 5
+NAMES = ("logprobs", "old", "steps", "entropy", "values", "old_values", "returns", "mask")
 
 
-def batch(seed, dtype=np.float32):
-    random = np.random.default_rng(seed)
-    shape = (ROWS, STEPS)
-    logprobs = -random.exponential(size=shape)
-    values = random.normal(size=shape)
-    parts = dict(
-        logprobs=logprobs,
-        old_logprobs=logprobs + 0.4 * random.normal(size=shape),
-        advantages=random.normal(size=shape),
-        entropy=random.exponential(size=shape),
-        values=values,
-        old_values=values + 0.3 * random.normal(size=shape),
-        returns=values + random.normal(size=shape),
-    )
-    mask = random.random(shape) > 0.3
-    mask[0] = False
-    return {name: part.astype(dtype) for name, part in parts.items()} | {"mask": mask}
+def batch(seed):
+    """Steps of rows, the first of which has none."""
+    parts = {name: part[:, 0] for name, part in everything(seed).items() if name in NAMES}
+    parts["mask"][0] = False
+    return parts | {"advantages": parts.pop("steps"), "values": parts["values"][:, :-1]}
 
 
 @functools.partial(jax.jit, static_argnames="clip")
@@ -46,7 +35,7 @@ def value_slope(parts, normaliser=None, clip=0.2):
 def policy_slope(parts, normaliser=None):
     def call(logprobs, entropy):
         return ppo_loss(
-            logprobs, parts["old_logprobs"], parts["advantages"], parts["mask"], clip_low=0.2, clip_high=0.3,
+            logprobs, parts["old"], parts["advantages"], parts["mask"], clip_low=0.2, clip_high=0.3,
             normaliser=normaliser, entropy=entropy, entropy_coef=0.1,
         )  # fmt: skip
 
@@ -55,8 +44,8 @@ def policy_slope(parts, normaliser=None):
 
 def test_policy_loss_passes_its_choices_on():
     parts = batch(1)
-    args = [parts[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]
-    weights = np.random.default_rng(0).random((ROWS, STEPS)).astype(np.float32)
+    args = [parts[name] for name in ("logprobs", "old", "advantages", "mask")]
+    weights = np.random.default_rng(0).random(args[0].shape).astype(np.float32)
     got, _ = ppo_loss(*args, clip_low=0.1, clip_high=0.3, dual_clip=2.0, aggregation="sequence", token_weights=weights)
     expected, _ = grpo_loss(*args, surrogate=Clip(0.1, 0.3, 2.0), aggregation="sequence", token_weights=weights)
     assert got == expected

@@ -4,7 +4,6 @@ import itertools
 import json
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
 pytest.importorskip("diffusers")
@@ -12,6 +11,7 @@ pytest.importorskip("open_clip")
 
 from support import tiny_models
 from support.imports import ROOT
+from support.text_task import completions
 
 from grpo_jax.rollout.data import noise_seed
 from grpo_jax.runs.policy import run_config
@@ -74,7 +74,7 @@ def run(other, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(run):
-    return pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
+    return completions(run, 1)
 
 
 def test_every_judge_says_what_it_is_asked(run, table):

@@ -2,9 +2,9 @@
 
 import json
 
-import pyarrow.parquet
 import pytest
 from support.imports import ROOT
+from support.text_task import completions, rows
 
 from grpo_jax.train import main
 
@@ -27,7 +27,6 @@ SMALL = {
     "evaluation.samples": 0,
     "report_to": "[]",
 }
-TIMES = ("seconds/", "tokens_per_second")
 
 
 def command(run, **changes):
@@ -41,17 +40,12 @@ def finished(tmp_path_factory):
     return run
 
 
-def rows(run):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)} for line in lines]
-
-
 def test_its_rewards_are_what_the_answers_are_worth(finished):
     """Recomputed from the completions by Python's own arithmetic."""
     assert [row["step"] for row in rows(finished)] == [1, 2, 3]
     readable = 0
     for step in (1, 2, 3):
-        table = pyarrow.parquet.read_table(finished / "completions" / f"step_{step:06d}.parquet").to_pydict()
+        table = completions(finished, step)
         for prompt, text, *judged in zip(
             table["prompt"], table["completion"], table["reward/right"], table["reward/readable"],
             table["eval_rewards/distance"],
@@ -77,8 +71,3 @@ def test_its_table_and_measures_are_reported(finished):
     page = (finished / "report.html").read_text()
     assert "Right answers by length" in page and "2 numbers" in page and "3 numbers" in page
     assert "40 puzzles of numbers up to 9" in (finished / "train.log").read_text()
-
-
-def test_its_checks_name_its_fields(tmp_path, capsys):
-    assert main([*command(tmp_path / "run"), "--task.largest", "2"]) == 2
-    assert capsys.readouterr().err == "error: task.largest: expected a number >= 3, got 2\n"

@@ -3,8 +3,6 @@
 The process that forks must have imported everything and started no device of JAX: see `benchmarks/campaign.py`.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

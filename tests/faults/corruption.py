@@ -1,7 +1,5 @@
 """Checkpoints that a disk, or somebody, has damaged: noticed, named, and the one before is used."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator

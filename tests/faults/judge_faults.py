@@ -1,7 +1,5 @@
 """What a reward can do wrong, by name: the text of a module whose `judged` does it, and the rewards that remain."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 HEAD = """
@@ -44,11 +42,7 @@ def _doing(name: str, body: str, **more) -> Fault:
     return Fault(name, HEAD + BODY + lines, **more)
 
 
-def _returns(table: dict[str, str], **more) -> list[Fault]:
-    return [_doing(f"returns {name}", f"return {text}", **more) for name, text in table.items()]
-
-
-WRONG_TYPES = _returns({
+WRONG_TYPES = [_doing(f"returns {name}", f"return {text}") for name, text in {
     "None": "None",
     "a number": "0.5",
     "a dictionary": "dict.fromkeys(completions, 1.0)",
@@ -65,7 +59,7 @@ WRONG_TYPES = _returns({
     "nothing": "[]",
     "one too few": "[1.0] * (n - 1)",
     "100 kB of text": "'x' * 100_000",
-})  # fmt: skip
+}.items()]  # fmt: skip
 
 WRONG_VALUES = [
     _doing(f"a value {name}", f"return [{text}] + [1.0] * (n - 1)", missing="first")
@@ -147,6 +141,9 @@ LEGAL = [
         ("the largest of float32", "[3.4e38] * n", 3.4e38),
         ("torch bfloat16 with a gradient", "__import__('torch').full((n,), 0.5, dtype=__import__('torch').bfloat16,"
          " requires_grad=True)", 0.5),
+        ("torch uint8", "__import__('torch').full((n,), 2, dtype=__import__('torch').uint8)", 2.0),
+        ("torch float64", "__import__('torch').full((n,), 0.5, dtype=__import__('torch').float64)", 0.5),
+        ("jax int32", "__import__('jax').numpy.full(n, 2, 'int32')", 2.0),
         ("torch scalars", "list(__import__('torch').full((n,), 0.5))", 0.5),
         ("jax bfloat16", "__import__('jax').numpy.full(n, 0.5, 'bfloat16')", 0.5),
         ("an object with a float", "[of(__float__=lambda self: 0.5)()] * n", 0.5),

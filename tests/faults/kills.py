@@ -138,9 +138,6 @@ def _moment(reference: Reference, draw: random.Random, *, again: bool = False) -
     return Moment(phase, call, draw.uniform(0, spent[call]), number)
 
 
-# ------------------------------------------------------------------------------------------------ within the child
-
-
 def _watch(told: Callable[[str, Callable[[], Any]], Any]) -> None:
     """Puts `told(phase, call)` in the place of every function of the phases; it makes the call."""
     for phase, places in PHASES.items():

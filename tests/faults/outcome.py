@@ -1,7 +1,5 @@
 """What a fault came to: what every kind of fault in this folder yields, one by one."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

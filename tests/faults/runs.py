@@ -1,15 +1,12 @@
 """The runs that faults are tried on, each small and each with something of its own to lose; and what is equal."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from support.text_task import TIMINGS, final_state, make_place
+from support.text_task import final_state, make_place, rows
 
 STEPS = 4
 
@@ -26,29 +23,13 @@ class Tried(NamedTuple):
     config: Path
 
 
-def _text(values: dict[str, Any]) -> None:
-    values["training"] |= {"max_steps": STEPS, "save_every": 2, "chunk_prompts": 2}
-
-
-def _lora(values: dict[str, Any]) -> None:
-    _text(values)
-    values["policy"] |= {"lora": {"rank": 2}}
-
-
-def _float16(values: dict[str, Any]) -> None:
-    _text(values)
-    values["policy"] |= {"compute_dtype": "float16"}
-
-
-def _ppo(values: dict[str, Any]) -> None:
-    _text(values)
-    values["algorithm"] = {"advantage": "gae"}
-    values["ppo"] = {"kl_coef": 0.05}
-
-
-_OF_TEXT: dict[str, Callable[[dict[str, Any]], None]] = {
-    "text": _text, "lora": _lora, "float16": _float16, "ppo": _ppo,
-}  # fmt: skip
+_SHORT = {"max_steps": STEPS, "save_every": 2, "chunk_prompts": 2}
+_OF_TEXT: dict[str, dict[str, Any]] = {
+    "text": {},
+    "lora": {"policy": {"lora": {"rank": 2}}},
+    "float16": {"policy": {"compute_dtype": "float16"}},
+    "ppo": {"algorithm": {"advantage": "gae", "kl_coef": 0, "update_ref_every": 0}, "ppo": {"kl_coef": 0.05}},
+}
 _SMALL = {"report_to": [], "evaluation": {"prompts": 8, "validation_prompts": 4, "every": 2}}
 _OTHERS: dict[str, dict[str, Any]] = {
     "recommendation": {
@@ -79,6 +60,9 @@ NAMES = (*_OF_TEXT, *_OTHERS)
 
 def make_runs(folder: Path, names: tuple[str, ...] = NAMES) -> list[Tried]:
     """Writes their configs, and what they need; those that are there already are taken as they are."""
+    from grpo_jax.config.command_line import find_config, read_config
+    from grpo_jax.config.fields import merged
+
     found = []
     for name in names:
         config = folder / name / "config.yaml"
@@ -87,26 +71,19 @@ def make_runs(folder: Path, names: tuple[str, ...] = NAMES) -> list[Tried]:
             continue
         if name in _OF_TEXT:
             place = make_place(folder / name)
-            values = yaml.safe_load(place.config.read_text())
-            _OF_TEXT[name](values)
+            values = merged(yaml.safe_load(place.config.read_text()), {"training": _SHORT} | _OF_TEXT[name])
         else:
             (folder / name).mkdir(parents=True)
-            values = _shipped(**_OTHERS[name])
+            changes = dict(_OTHERS[name])
+            values = merged(read_config(find_config(changes.pop("config"))), changes)
         config.write_text(yaml.safe_dump(values))
     return found
-
-
-def _shipped(config: str, **changes: Any) -> dict[str, Any]:
-    from grpo_jax.config.command_line import find_config, read_config
-    from grpo_jax.config.fields import merged
-
-    return merged(read_config(find_config(config)), changes)
 
 
 def outcome_of(run: Path) -> dict[str, Any]:
     """All that must be equal of two runs: metrics, completions, both kept checkpoints with their meta, the policy."""
     return {
-        "metrics": _metrics(run / "metrics.jsonl"),
+        "metrics": rows(run),
         "completions": {path.name: _table(path) for path in sorted((run / "completions").glob("*.parquet"))},
         "evaluation": json.loads((run / "summary.json").read_text())["evaluation"],
         "policy": {path.name: path.read_bytes() for path in sorted((run / "policy").glob("*.safetensors"))},
@@ -117,12 +94,6 @@ def outcome_of(run: Path) -> dict[str, Any]:
 def differences(came: dict[str, Any], expected: dict[str, Any]) -> str:
     """Which parts of two outcomes differ, in words; "" for none."""
     return ", ".join(name for name in expected if repr(came[name]) != repr(expected[name]))
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    timings = (*TIMINGS, "environment_steps_per_second")
-    rows = map(json.loads, path.read_text().splitlines())
-    return [{name: value for name, value in row.items() if not name.startswith(timings)} for row in rows]
 
 
 def _table(path: Path) -> Any:

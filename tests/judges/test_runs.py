@@ -3,15 +3,15 @@
 import json
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("open_clip")
 
-from judges.test_http import EXAMPLE, serving
+from judges.test_http import EXAMPLE
 from support import tiny_models
-from support.text_task import rows, train_here
+from support.served import serving
+from support.text_task import completions, rows, train_here
 from support.vision.folders import seeing_folder
 
 from bridges.judges.clip_model import ClipModel
@@ -69,7 +69,7 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
         words = ["--judges", json.dumps(judges), "--rewards", json.dumps([{"name": name} for name in rewards])]
         assert train_here(place.config, run, *words, *SHORT, "--on_judge_error=missing") == 0
     assert [(row["missing/gone"], row.get("missing/letters", 0.0)) for row in rows(run)] == [(1.0, 0.0)] * 2
-    table = pyarrow.parquet.read_table(run / "completions" / "step_000002.parquet").to_pydict()
+    table = completions(run, 2)
     judge = SequenceClassification(path=str(folder)).load("cpu")
     expected = judge(table["prompt"], table["completion"])
     np.testing.assert_allclose(table["reward/preference"], expected.numpy(), atol=1e-5)

@@ -107,5 +107,3 @@ def test_what_cannot_answer_is_refused(tmp_path):
     (plain / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="expected a model with a chat template"):
         Vqa(path=str(plain)).load("cpu")
-    with pytest.raises(UserError, match=r"judges.v.question: expected a text with \{prompt\} in it"):
-        make_config(task="text", judges={"v": {"kind": "vqa", "path": "x", "question": "Is it good?"}})

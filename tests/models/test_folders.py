@@ -239,10 +239,6 @@ def wrong_tensors(folder):
     save_file(stored, folder / "model.safetensors")
 
 
-def wrong_shape(folder):
-    save_file(tensors(folder) | {"model.norm.weight": torch.ones(7)}, folder / "model.safetensors")
-
-
 def no_tokenizer(folder):
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -262,7 +258,10 @@ DAMAGES = {
         wrong_tensors,
         ["model.layers.1.mlp.up_proj.weight is missing", "up_proj.weight has dtype I32, expected", "; and 2 more"],
     ),
-    "shape": (wrong_shape, ["model.norm.weight has shape (7,), expected (32,)"]),
+    "shape": (
+        lambda folder: save_file(tensors(folder) | {"model.norm.weight": torch.ones(7)}, folder / WEIGHTS),
+        ["model.norm.weight has shape (7,), expected (32,)"],
+    ),
     "no shard": (writes(INDEX, b'{"weight_map": {"a": "model-2.safetensors"}}'), ["model-2.safetensors"]),
     "shard outside": (writes(INDEX, b'{"weight_map": {"a": "../other.safetensors"}}'), ["../other.safetensors"]),
     "model_type": (lambda folder: edit_json(folder / "config.json", model_type="mamba"), ["mamba", "qwen2"]),
@@ -280,9 +279,6 @@ def test_damaged_folders_give_one_clear_line(qwen, damage, messages):
         hf.load_folder(qwen)
     assert all(message in str(caught.value) for message in [*messages, str(qwen)]), caught.value
     assert "\n" not in str(caught.value)
-
-
-# what looks right and is not
 
 
 @pytest.mark.parametrize(

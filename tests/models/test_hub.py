@@ -1,15 +1,14 @@
 """Policies by hub id: from the local cache, from a hub (a small server that speaks its protocol), and errors."""
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from hashlib import sha1
 from pathlib import Path
 
 import pytest
+from support.served import Handler, serving
 
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -47,18 +46,15 @@ def test_a_cached_model_needs_no_network_and_half_of_one_is_none(tmp_path, monke
         hf.resolve_folder("someone/half")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Handler):
     """One public model and one gated one."""
 
-    requests: list[str]
+    sent: list[str]
 
     def do_HEAD(self):
-        self.answer(body=False)
+        self.do_GET()
 
     def do_GET(self):
-        self.answer(body=True)
-
-    def answer(self, *, body: bool):
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/someone/model"):
             siblings = [{"rfilename": name} for name in FILES]
@@ -67,40 +63,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 for name, content in FILES.items()
             ]
             info = {"id": "someone/model", "sha": COMMIT, "siblings": siblings}
-            return self.reply(200, json.dumps(tree if "/tree/" in path else info).encode(), body)
+            return self.answer(200, json.dumps(tree if "/tree/" in path else info).encode())
         name = path.rpartition("/")[2]
         if path.startswith("/someone/model/resolve/") and name in FILES:
-            if body:
-                self.server.sent.append(name)
-            return self.reply(200, FILES[name], body, ETag=f'"{sha1(FILES[name]).hexdigest()}"')
+            if self.command == "GET":
+                self.sent.append(name)
+            return self.answer(200, FILES[name], **{"ETag": f'"{sha1(FILES[name]).hexdigest()}"'})
         if "gated" in path:
-            return self.reply(403, b"", body, **{"X-Error-Code": "GatedRepo", "X-Error-Message": "It is gated."})
-        return self.reply(404, b"", body, **{"X-Error-Code": "RepoNotFound"})
+            return self.answer(403, b"", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "It is gated."})
+        return self.answer(404, b"", **{"X-Error-Code": "RepoNotFound"})
 
-    def reply(self, status: int, content: bytes, body: bool, **headers: str):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("X-Repo-Commit", COMMIT)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def hub():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.sent = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    def answer(self, status: int, content: bytes, **headers: str):
+        self.reply(status, content, {"X-Repo-Commit": COMMIT} | headers)
 
 
 RESOLVE = """
@@ -115,9 +89,8 @@ for name in sys.argv[1:]:
 """
 
 
-def test_a_model_is_downloaded_once_without_pickles_and_code(hub, tmp_path):
+def test_a_model_is_downloaded_once_without_pickles_and_code(tmp_path):
     environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HOME": str(tmp_path),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
@@ -126,15 +99,16 @@ def test_a_model_is_downloaded_once_without_pickles_and_code(hub, tmp_path):
         "no_proxy": "127.0.0.1",
     }
     names = ["someone/model", "someone/model", "someone/gated", "nobody/nothing"]
-    result = subprocess.run(
-        [sys.executable, "-c", RESOLVE, *names], env=environment, capture_output=True, text=True, check=True
-    )
+    command, sent = [sys.executable, "-c", RESOLVE, *names], []
+    with serving(type("Filled", (Hub,), {"sent": sent})) as address:
+        environment |= {"HF_ENDPOINT": address}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     first, second, gated, absent = result.stdout.splitlines()
     assert first == second
     assert sorted(path.name for path in Path(first).iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json"
     ]  # fmt: skip
     assert (Path(first) / "model.safetensors").read_bytes() == b"weights"
-    assert sorted(hub.sent) == ["config.json", "model.safetensors", "tokenizer.json"]  # each once
+    assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]  # each once
     for line, name in ((gated, "someone/gated"), (absent, "nobody/nothing")):
         assert line.startswith(f"error: policy '{name}'") and "hf auth login" in line and "local folder" in line

@@ -111,9 +111,6 @@ def test_without_a_choice_every_projection_has_an_adapter(model, projections):
         lora_config(LoraSection(rank=4, targets=[other]), model)
 
 
-# through the commands
-
-
 # Where qwix is installed the base is stored in few bits: what is merged and written is then the rounded one.
 KIND = "int8" if importlib.util.find_spec("qwix") else "none"
 

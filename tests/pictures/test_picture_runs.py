@@ -96,18 +96,6 @@ def test_completions_and_report_show_the_picture(run, home):
 
 
 @pytest.mark.wide
-def test_adapters_on_a_tower_are_trained(home, tmp_path):
-    from safetensors.numpy import load_file
-
-    words = ["--policy.vision=frozen", "--policy.lora.rank=2", "--policy.lora.targets=[q_proj]"]
-    run = tmp_path / "run"
-    assert train_here(home / "config.yaml", run, *words, "--policy.lora.vision=true", "--evaluation.every=0") == 0
-    before, after = (load_file(folder / "policy" / "model.safetensors") for folder in (home, run))
-    changed = {name for name in before if name.startswith("visual.") and not np.array_equal(before[name], after[name])}
-    assert changed == {f"visual.blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-
-
-@pytest.mark.wide
 def test_a_run_goes_on_as_if_it_had_never_stopped(run, tmp_path):
     again = rewound(run, tmp_path / "again", 1)
     assert train_here(run, again, "--resume") == 0

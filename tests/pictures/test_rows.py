@@ -22,8 +22,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.models.hf.image_processor import PictureSettings
 from grpo_jax.rollout import pictures as sources
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import ImageProcessor, make_encode, prepare_rows
+from grpo_jax.rollout.encoding import ImageProcessor, make_encode
 from grpo_jax.rollout.env import as_uint8
 from grpo_jax.rollout.pictures import File, open_picture, read_rgb, size_of
 from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
@@ -269,14 +268,6 @@ def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
         assert len(message) < 250 and "\n" not in message
 
 
-def test_a_picture_that_breaks_off_is_named_when_it_is_read(tmp_path):
-    (tmp_path / "half.png").write_bytes(bytes_of()[:150])
-    row = Row(5, "x", pictures=(SEEN, File(tmp_path / "half.png", "half.png")))
-    assert size_of(row.pictures[1]) == (12, 20)
-    with pytest.raises(UserError, match=r"^row 5, picture 2 half.png: it is broken \("):
-        prepare_rows([row], None)
-
-
 def test_cameras_and_transparency():
     """The right way up, and on white, as the processor has it."""
     tags = Image.Exif()
@@ -289,9 +280,6 @@ def test_cameras_and_transparency():
     palette = Image.new("P", (2, 1), 0)
     palette.info["transparency"] = 0
     assert pixels(bytes_of(palette, transparency=0)) == [[[255, 255, 255]] * 2]
-
-
-# --------------------------------------------------------------------------------------------------- splits, rewards
 
 
 def test_rows_that_ask_the_same_of_different_pictures_are_different_prompts(tmp_path):

@@ -17,7 +17,15 @@ from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import GIB
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, held_memory, read_shape
-from grpo_jax.planning.programs import batch_shapes, report_program, run_programs, state_shapes, tree_bytes
+from grpo_jax.planning.programs import (
+    Report,
+    Work,
+    batch_shapes,
+    report_program,
+    run_programs,
+    state_shapes,
+    tree_bytes,
+)
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training.objectives import make_forward
@@ -150,12 +158,17 @@ def test_a_mesh_shares_out_what_is_held():
     assert whole.weights / 2 < half < whole.weights / 2 + 12 * small  # norms and biases are everywhere
 
 
+def test_a_plan_compiles_the_last_turn_too(monkeypatch):
+    words = ("--task.environment=mine.py:step", "--sampling.turns=2", "--sampling.max_observation_tokens=11")
+    config, asked = parse(["--task=text", *SMALL, *words, "--rewards=mine.py:reward"]), []
+    monkeypatch.setattr(plan, "report_program", lambda *_: asked.append(1) or Report(0, GIB * len(asked), 0, Work()))
+    memory, programs = plan.plan_policy(config, hf.model_config(Path("tiny"), QWEN2_FIELDS))
+    assert "turn" in programs and len(asked) == len(programs) and memory.sampling >= 2 * GIB
+
+
 def test_published_vision_towers_are_counted():
     sizes = {name: count_weights(tower_shapes(read_shape(name).vision)) for name in PUBLISHED_POLICIES}
     assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
-
-
-# -------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_real_config_fits_large_cards(not_compiled, capsys):

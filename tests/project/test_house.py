@@ -54,9 +54,6 @@ def is_foreign(module: str, *packages: str) -> bool:
     return top not in packages and top not in sys.stdlib_module_names
 
 
-# ------------------------------------------------------------------------------------------------ who imports whom
-
-
 def test_every_module_stands_in_a_room():
     assert {room_of(name) for name in OURS if name != "grpo_jax"} == set(ROOMS)
 
@@ -124,9 +121,6 @@ def test_the_ground_truth_is_numpy_alone():
     refuse(["bridges.miniature.world"], lambda _, found: is_foreign(found.module, "numpy"))
 
 
-# ------------------------------------------------------------------------------------- tasks and judges have no list
-
-
 def home_of(module: str, packages) -> str:
     """The task's folder or file, or the judge's file, that a module is or lies in; "" for others."""
     for package in packages:
@@ -168,9 +162,6 @@ def test_the_protocols_of_tasks_and_judges_stay_small():
     for protocol, most in ((Task, 8), (Judge, 3)):  # a judge's fourth is the call of what it loads
         members = [name for name in vars(protocol) if not name.startswith(("_", "model_"))]
         assert len(members) <= most, members
-
-
-# ----------------------------------------------------------------------------------------------------- what is loaded
 
 
 def test_importing_is_light():

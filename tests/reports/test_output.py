@@ -1,7 +1,6 @@
 """The output of a run: terminal, log, metrics and completions, also of one that was killed and resumed."""
 
 import io
-import json
 import re
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.runs.metrics import completion_columns
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
-from grpo_jax.tasks.task import Display, Finished, GalleryEntry, Table
+from grpo_jax.tasks.task import Display
 
 CTX = SimpleNamespace(fns=SimpleNamespace(reward_names=("alignment", "length"), eval_reward_names=("pixel_accuracy",)))
 
@@ -72,28 +71,6 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
     assert table["reward/length"] == rollout.rewards[..., 1].ravel().tolist()
     assert table["eval_rewards/pixel_accuracy"] == rollout.eval_rewards.ravel().tolist()
     assert table["advantage"] == advantages.astype(np.float32).ravel().tolist()
-
-
-def test_the_end_of_a_run_is_shown_and_kept(tmp_path):
-    stream = io.StringIO()
-    image = np.zeros((4, 4, 3), np.uint8)
-    summary = {"evaluation": {"x": {"before": 0.1, "after": 0.2, "oracle": None}}}
-    config = make_config(task="text", run_dir=str(tmp_path / "run"), seed=5)
-    finished = Finished(
-        summary,
-        lines=["solved by 3 of 4"],
-        tables=[Table("Ranks", ("user", "rank"), [("rising", 4)]), Table("Seeds", ("seed", "share"), [("last", 0.75)])],
-        gallery=[GalleryEntry("p", "r", image, image, {"x": (0.1, 0.2)})],
-    )
-    with RunOutput(config, stream=stream) as output:
-        output.truncate(0)
-        output.finish(finished, config=config)
-    run = RunDirectory(tmp_path / "run")
-    assert json.loads(run.summary.read_text()) == summary
-    page = run.report.read_text()
-    assert all(word in page for word in ("Ranks", "rising", "Seeds", "last", "0.75", "seed: 5"))
-    assert (run.images / "000_after.png").is_file()
-    assert stream.getvalue().endswith(f"solved by 3 of 4\nreport: {run.report}\n")
 
 
 class Terminal(io.StringIO):

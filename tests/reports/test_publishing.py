@@ -4,11 +4,10 @@ import base64
 import io
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from huggingface_hub import constants
+from support.served import Handler, serving
 
 from grpo_jax import export, train
 from grpo_jax.config.run import make_config
@@ -17,7 +16,7 @@ from grpo_jax.reports.output import RunOutput
 from grpo_jax.tasks.task import Finished
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Handler):
     """Repositories are made and get files; a token that is not "writer" may not, and `full` refuses commits."""
 
     repos: dict  # name: {path: bytes}
@@ -55,32 +54,18 @@ class Hub(BaseHTTPRequestHandler):
         self.answer(200, {"id": known[1] if known else "", "sha": "0" * 40, "siblings": []})
 
     def answer(self, code, content):
-        text = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        """Says nothing."""
+        self.reply(code, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
 
 @pytest.fixture(scope="module")
 def hub():
     """The server, as the hub of this process, and its writer logged in."""
-    handler = type("Handler", (Hub,), {"repos": {}, "private": set(), "full": set()})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    handler = type("Filled", (Hub,), {"repos": {}, "private": set(), "full": set()})
+    with serving(handler) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", address)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setenv("HF_TOKEN", "writer")
         yield handler
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -72,11 +72,13 @@ def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
     def act(output):
         output.completions(1, columns)
         output.iteration({"step": 1, "loss": 1.0, "kl": float("nan")})
-        output.finish(Finished({"reward": 1.0, "evaluation": {}}, gallery=gallery), config=config)
+        output.finish(Finished({"baseline_reward": 1.0, "evaluation": {}}, gallery=gallery), config=config)
 
     write(run, "wandb", [], act=act)
     write(run, "wandb", [], resume_after=1)  # continues its own
     assert len({folder.name.rpartition("-")[2] for folder in (run / "wandb").glob("offline-run-*")}) == 1
+    stored = b"".join(stream.read_bytes() for stream in (run / "wandb").glob("offline-run-*/*.wandb"))
+    assert b"loss" in stored and b"baseline_reward" in stored
     (media,) = (run / "wandb").glob("offline-run-*/files/media")
     (table,) = media.glob("table/completions*.json")
     found = json.loads(table.read_text())

@@ -6,9 +6,8 @@ import json
 import re
 
 import numpy as np
-import pyarrow.parquet
 import pytest
-from support.text_task import rows, train_here
+from support.text_task import completions, rows, train_here
 
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.run import make_config
@@ -81,7 +80,7 @@ def finished(place, own, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(finished):
-    return pyarrow.parquet.read_table(finished / "completions" / "step_000001.parquet").to_pydict()
+    return completions(finished, 1)
 
 
 def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
@@ -130,9 +129,6 @@ def test_rewards_are_named_by_plain_texts():
         assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
     assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
     assert make_config(task="text", rewards="b:g").model_dump()["rewards"][0]["name"] == "b:g"
-
-
-# mistakes
 
 
 @pytest.mark.parametrize(

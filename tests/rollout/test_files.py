@@ -126,9 +126,6 @@ def test_parts_may_be_files_of_their_own(tmp_path):
         from_python(make_config(task="text", data={"test": "x.txt"}), ["a"], None)
 
 
-# what is said around a prompt
-
-
 def templated():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = TEMPLATE

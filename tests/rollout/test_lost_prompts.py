@@ -18,34 +18,18 @@ LLAMA = dict(
 )
 
 
-def edit_json(path, change):
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps(values | change(values)))
-
-
-def without_vocabulary(folder):
-    (folder / "tokenizer.json").unlink()
-
-
-def with_template_that_ignores(folder):
-    (folder / "chat_template.jinja").write_text(IGNORES)
-
-
-def with_few_positions(folder):
-    edit_json(folder / "config.json", lambda _: {"max_position_embeddings": 30})
-
-
-def as_it_is(folder):
-    pass
+def few_positions(policy):
+    fields = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 30}))
 
 
 @pytest.mark.parametrize(
     ("damage", "words", "messages"),
     [
-        (without_vocabulary, (), ["makes the same", "tree'"]),
-        (with_template_that_ignores, (), ["makes the same", "tree'"]),
-        (as_it_is, ["--data.max_prompt_tokens=3"], ["data.max_prompt_tokens is 3: shorten it or raise the limit"]),
-        (with_few_positions, (), ["the policy has 30 (max_position_embeddings in its config.json)", "tree'"]),
+        (lambda policy: (policy / "tokenizer.json").unlink(), (), ["makes the same", "tree'"]),
+        (lambda policy: (policy / "chat_template.jinja").write_text(IGNORES), (), ["makes the same", "tree'"]),
+        (lambda _: None, ["--data.max_prompt_tokens=3"], ["data.max_prompt_tokens is 3: shorten it or raise the"]),
+        (few_positions, (), ["the policy has 30 (max_position_embeddings in its config.json)", "tree'"]),
     ],
 )
 def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys, damage, words, messages):

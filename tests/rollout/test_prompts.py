@@ -19,8 +19,6 @@ from grpo_jax.rollout.data import (
 from grpo_jax.rollout.encoding import as_is, completion_statistics, continued, make_decode
 from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 
-# ------------------------------------------------------------------------------------------------------ reading
-
 
 @pytest.mark.parametrize(
     ("name", "content", "rows"),
@@ -141,9 +139,6 @@ def test_rows_in_memory_get_ids_that_count_through():
         make_prompt_set([])
 
 
-# ----------------------------------------------------------------------------------------------- splits and order
-
-
 def test_epoch_orders_are_different_permutations_of_fixed_value():
     orders = [epoch_order(3, epoch, 50) for epoch in range(4)]
     for order in orders:
@@ -195,9 +190,6 @@ def test_repeat_rows_fills_missing_columns_with_none():
     prompts, columns = repeat_rows([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], 2)
     assert prompts == ["a", "a", "b", "b"]
     assert columns == {"x": [1, 1, None, None], "y": [None, None, 2, 2]}
-
-
-# --------------------------------------------------------------------------------------------------- completions
 
 
 def test_appended_words_are_told_apart_from_the_prompt():

@@ -9,7 +9,6 @@ from support.encoded_prompts import plain_rows
 from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
-from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import make_encode
@@ -55,18 +54,6 @@ def test_what_a_template_passes_over_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"^data.tools: the policy has no chat template that knows 'tools'"):
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"form": "append", "tools": [ADD]}, "data.tools: expected nothing with form 'append'"),
-        ({"chat_template_options": {"today": "soon"}}, r"options.today: expected \"YYYY-MM-DD\", got 'soon'"),
-    ],
-)
-def test_what_is_not_for_the_template_is_refused(data, message):
-    with pytest.raises(UserError, match=message):
-        make_config(task="text", data=data)
 
 
 def test_answers_between_turns_are_told_the_same():

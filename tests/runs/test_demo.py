@@ -149,9 +149,6 @@ def test_uploads_and_long_requests_go_no_further(path, headers, code):
     assert sent[0]["status"] == code
 
 
-# ------------------------------------------------------------------------------------------------ served by the command
-
-
 def needs_gradio():
     pytest.importorskip("gradio", reason="the page needs grpo_jax[demo]")
 

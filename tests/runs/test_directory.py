@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -73,14 +72,6 @@ def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
         for _ in range(20):
             (held,) = filter(None, pool.map(take, range(8)))
             held.release()
-
-
-def test_a_folder_that_was_deleted_is_named(tmp_path):
-    run = RunDirectory.open(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(UserError, match="run is gone: it was deleted under the run, and nothing more can be saved"):
-        run.write_config("seed: 0")
-    run.close()
 
 
 def test_nothing_to_resume_a_file_and_places_that_cannot_be(tmp_path):

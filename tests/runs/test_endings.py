@@ -16,21 +16,7 @@ from support.text_task import PATIENCE, ROOT, environment, finished_run, rewound
 from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.directory import RunLock
 from grpo_jax.runs.session import Progress
-
-
-def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp_path, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    held = RunLock(run)
-    before = {path: path.read_bytes() for path in run.iterdir()}
-    assert train_here(place.config, run) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {run} is in use by process {os.getpid()} on ") and len(line) < 300
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
-    held.release()
-
 
 AWAY = """
 import os

@@ -5,10 +5,9 @@ import json
 import shutil
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import rewound, rows, train_here
+from support.text_task import completions, rewound, rows, train_here
 
 from grpo_jax import evaluate
 from grpo_jax.config.run import make_config
@@ -56,10 +55,6 @@ def finished(own, config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("given") / "run"
     weighed = [{"name": "brief", "weight": 0.25, "options": {"size": 40.0}}]
     return folder, run(config(folder, rewards=weighed), prompts=RECORDS, rewards=[own.letters, own.brief])
-
-
-def completions(folder, step):
-    return pyarrow.parquet.read_table(folder / "completions" / f"step_{step:06d}.parquet").to_pydict()
 
 
 def test_the_split_of_records_is_that_of_a_file(finished):

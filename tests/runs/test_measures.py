@@ -8,11 +8,10 @@ import json
 import re
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import yaml
 from support.rollouts import rollout_of
-from support.text_task import DONE, aged, rows, train_values
+from support.text_task import DONE, aged, completions, rows, train_values
 
 from grpo_jax import evaluate, make_config, run
 from grpo_jax.config.sections import RewardSection
@@ -78,14 +77,6 @@ def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def judged(folder, step):
-    """Columns of an iteration's completions."""
-    return pyarrow.parquet.read_table(folder / "completions" / f"step_{step:06d}.parquet").to_pydict()
-
-
-# what is maximised
-
-
 def test_the_best_policy_is_not_the_one_that_games_the_easy_reward(turned):
     table = rows(turned)
     honest = [row["validation/easy"] + 2 * row["validation/hard"] for row in table[:2]]
@@ -97,7 +88,7 @@ def test_the_best_policy_is_not_the_one_that_games_the_easy_reward(turned):
 
 def test_the_total_of_a_batch_has_its_conditions(turned):
     for row in rows(turned):
-        found = judged(turned, row["step"])
+        found = completions(turned, row["step"])
         easy, hard = np.array(found["reward/easy"]), np.array(found["reward/hard"])
         total = np.where(hard >= 1, easy, 0) + 2 * hard
         assert row["reward/total/mean"] == pytest.approx(total.mean(), rel=1e-6)
@@ -142,7 +133,7 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1}
     folder = tmp_path / "run"
     train_values(values, folder)
-    (row,), summary, found = rows(folder), summary_of(folder), judged(folder, 1)
+    (row,), summary, found = rows(folder), summary_of(folder), completions(folder, 1)
     totals = []
     for number, length in enumerate(found["length"]):
         right, brief = [(1.0, -5.0), (1.0, -6.0), (0.0, -6.0), (np.nan, np.nan)][number % 4]  # -2 is not paid
@@ -197,9 +188,6 @@ def test_no_two_measures_have_one_name():
     ):
         with pytest.raises(UserError, match=f"{place}: expected a name that no other measure of the run has"):
             names(*arguments)
-
-
-# what was computed, and when
 
 
 def test_the_seconds_are_those_of_all_processes(turned):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.encoded_prompts import left_padded
 
 from bridges import miniature
 from bridges.miniature import world
@@ -45,9 +46,7 @@ def encode(tokenizer, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Sixteen captions behind the chat template; a policy that rewrites them repeats their words."""
     asked = [[{"role": "user", "content": row["oracle"]}] for row in world.prompts("test", 16)]
     ids = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
-    longest = max(map(len, ids))
-    tokens = np.array([[pad_id] * (longest - len(row)) + row for row in ids], np.int32)
-    return tokens, np.arange(longest) >= longest - np.array([[len(row)] for row in ids])
+    return left_padded(ids, pad_id)
 
 
 @pytest.fixture(scope="module", params=SETTINGS)

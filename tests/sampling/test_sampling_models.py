@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny_models
+from support.encoded_prompts import left_padded
 from support.tiny_decoders import LLAMA, drawn
 
 from grpo_jax.core.logprobs import token_logprobs
@@ -43,15 +44,7 @@ def variables(loaded):
 
 
 def encode(loaded, texts):
-    """Left-padded ids and mask, as int32 and bool."""
-    ids = [loaded.tokenizer(text)["input_ids"] for text in texts]
-    longest = max(map(len, ids))
-    tokens = np.full((len(ids), longest), loaded.pad_id, np.int32)
-    mask = np.zeros(tokens.shape, bool)
-    for row, (tokens_row, mask_row) in zip(ids, zip(tokens, mask, strict=True), strict=True):
-        tokens_row[longest - len(row) :] = row
-        mask_row[longest - len(row) :] = True
-    return tokens, mask
+    return left_padded([loaded.tokenizer(text)["input_ids"] for text in texts], loaded.pad_id)
 
 
 def keys_for(prompt_ids):

@@ -4,8 +4,6 @@ The packages are imported. Scripts are read: what they would import of the packa
 be there, and so must what they take from a module by its name (`trainer.make_update`).
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -192,8 +192,11 @@ def tower():
     rows = [[Picture(rng.normal(size=(h * w, config.pixels)), (h, w)) for h, w in row] for row in grids]
     pictures, params = pack_pictures(rows, config), init_tower(config, jax.random.key(0))
 
+    def over(mesh):
+        return partial(encode_pictures, Tower(config, spread=mesh and OverPrompts(mesh)))
+
     def seen(mesh):
-        tower = partial(encode_pictures, Tower(config, spread=mesh and OverPrompts(mesh)))
+        tower = over(mesh)
 
         def total(params, pictures):
             states = tower(params, pictures).states
@@ -208,11 +211,7 @@ def tower():
 
     mesh = make_mesh(2, 4, jax.devices())
     expected, (states, grads) = seen(None), seen(mesh)
-    see = make_see(
-        SimpleNamespace(
-            encode_images=partial(encode_pictures, Tower(config, spread=mesh and OverPrompts(mesh))), mesh=mesh
-        )
-    )
+    see = make_see(SimpleNamespace(encode_images=over(mesh), mesh=mesh))
     drawn, _ = see(shard({"visual": params}, mesh), jax.device_put(pictures, jax.devices()[1]))
     return {
         "drawn": apart(expected[0], drawn.states),
@@ -222,14 +221,5 @@ def tower():
 
 
 if __name__ == "__main__":
-    checks = {
-        "compare": compare,
-        "memory": memory,
-        "specs": specs,
-        "mixture": mixture,
-        "rows": rows_of_products,
-        "tables": gathered_tables,
-        "tower": tower,
-        "uneven": uneven,
-    }
-    json.dump({name: check() for name, check in checks.items()}, sys.stdout)
+    checks = (compare, memory, specs, mixture, rows_of_products, gathered_tables, tower, uneven)
+    json.dump({check.__name__: check() for check in checks}, sys.stdout)

@@ -3,8 +3,6 @@
 These are pure functions of their arguments; tracing and lowering them is two thirds of a tiny run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Hashable

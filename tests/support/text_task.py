@@ -172,9 +172,6 @@ def rewound(run: Path, to: Path, step: int) -> Path:
     return to
 
 
-# processes
-
-
 def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "JUDGE": judge, "JUDGE_RUN": str(run)}
 
@@ -227,13 +224,28 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-# what a run left
-
-
 def rows(run: Path) -> list[dict]:
     """metrics.jsonl without timings."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{name: v for name, v in json.loads(line).items() if not name.startswith(TIMINGS)} for line in lines]
+
+
+def completions(run: Path, step: int) -> dict[str, list]:
+    """Columns of an iteration's completions."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet").to_pydict()
+
+
+def episodes_of(run: Path) -> list[list[dict]]:
+    """Rows of completions/, one list for each episode."""
+    import pyarrow.parquet
+
+    episodes = {}
+    for file in sorted((run / "completions").glob("*.parquet")):
+        for row in pyarrow.parquet.read_table(file).to_pylist():
+            episodes.setdefault((file.name, row["prompt"], row["episode"]), []).append(row)
+    return [*episodes.values()]
 
 
 def final_state(run: Path, which: int | str = "final"):

@@ -1,7 +1,5 @@
 """What XLA is told by the environment."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -4,8 +4,8 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
-import pyarrow.parquet
 import pytest
+from support.text_task import completions
 
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.training.estimators import OVERLONG, estimate_advantages, make_objectives, make_turn_objectives
@@ -60,7 +60,7 @@ def run(tmp_path):
     }  # fmt: skip
     assert main([*(f"--{name}={value}" for name, value in small.items())]) == 0
     (row,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return row, pyarrow.parquet.read_table(folder / "completions" / "step_000001.parquet").to_pydict()
+    return row, completions(folder, 1)
 
 
 def test_the_command_pays_an_invalid_answer_the_worst_of_its_group(tmp_path):
@@ -78,13 +78,3 @@ def test_the_command_pays_an_invalid_answer_the_worst_of_its_group(tmp_path):
     expected = np.nan_to_num(centred / (np.nanstd(learned, axis=1, ddof=1, keepdims=True) + 1e-4))
     np.testing.assert_allclose(advantage, expected, rtol=1e-3, atol=1e-3)
     assert row["reward/total/mean"] == pytest.approx(np.nanmean(learned), abs=1e-5)
-
-
-def test_the_command_knows_three_ways_and_says_what_they_are(capsys):
-    from grpo_jax.train import main
-
-    with pytest.raises(SystemExit):
-        main(["--task", "prompt_enhancement", "--help", "task.invalid"])
-    assert "thinking that never ends" in " ".join(capsys.readouterr().out.split())
-    assert main(["--task.invalid", "free"]) == 2
-    assert capsys.readouterr().err.startswith("error: task.invalid: expected")

@@ -43,22 +43,6 @@ def test_what_is_masked_is_missing(kind):
         call(lambda completions: unmasked)
 
 
-def test_arrays_of_every_library_and_type_are_values():
-    torch = pytest.importorskip("torch")
-    jnp = pytest.importorskip("jax.numpy")
-    tensor = torch.arange(4.0)
-    learned = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
-    np.testing.assert_array_equal(call(lambda **_: learned).ravel(), [0.5, -1.0, 2.0, 0.0])
-    assert as_list([1, None], 2) == [1, None] and as_list(tensor, 4) == as_list(jnp.arange(4), 4) == [0, 1, 2, 3]
-    same = [1.0, 0.0, 1.0, 0.0]
-    for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool):
-        np.testing.assert_array_equal(call(lambda kind=kind, **_: torch.tensor(same).to(kind)).ravel(), same)
-    for kind in (jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_):
-        np.testing.assert_array_equal(call(lambda kind=kind, **_: jnp.asarray(same, kind)).ravel(), same)
-    objects = np.array([1, None, 0, None], object)
-    np.testing.assert_array_equal(call(lambda **_: objects).ravel(), [1, np.nan, 0, np.nan])
-
-
 def raises(completions, **_):
     raise KeyError("the reward is away\nsecond line")
 
@@ -69,12 +53,9 @@ def raises(completions, **_):
         (raises, "mine: it raised KeyError: 'the reward is away"),
         (lambda **_: [1.0, 2.0], "one value for each of 4 completions, got 2"),
         (lambda **_: [1.0, float("nan"), 1.0, 1.0], r"returned nan for completion 1 \('3'\)"),
-        (lambda **_: [1.0, 1.0, float("inf"), 1.0], "returned inf for completion 2"),
-        (lambda **_: [1.0, 1.0, 1e39, 1.0], "returned 1e\\+39 for completion 2"),
         (lambda **_: [1.0, 1.0, 1.0, "good"], "returned 'good' for completion 3"),
         (lambda **_: np.zeros((4, 1)), r"completions, got shape \(4, 1\)"),
         (lambda **_: 1.0, "got float"),
-        (lambda **_: None, "got NoneType"),
         (lambda completions, answer, **_: [1.0] * 4, "missing 1 required positional argument: 'answer'"),
     ],
 )
@@ -86,15 +67,6 @@ def test_a_failing_reward_is_named(function, message):
     assert function is not raises or isinstance(error.value.__cause__, KeyError)
 
 
-def test_a_failing_reward_can_be_missing_and_is_never_zero():
-    assert np.isnan(call(raises, on_error="missing")).all()
-    assert np.isnan(call(lambda **_: [1.0], on_error="missing")).all()
-    mixed = call(lambda **_: [1.0, float("nan"), 3.0, "x"], on_error="missing")
-    np.testing.assert_array_equal(mixed[..., 0], [[1, np.nan], [3, np.nan]])
-    both = call([lambda **_: [1.0] * 4, raises], on_error="missing", names=("a", "b"))
-    np.testing.assert_array_equal(both[..., 0], np.ones((2, 2)))  # one's failure is not the other's
-
-
 def test_mutating_rewards_do_not_disturb_each_other():
     def greedy(prompts, completions, **_):
         result = [float(len(text)) for text in completions]
@@ -104,9 +76,6 @@ def test_mutating_rewards_do_not_disturb_each_other():
 
     rewards = call([greedy, lambda completions: [float(len(text)) for text in completions]], names=("a", "b"))
     np.testing.assert_array_equal(rewards[..., 0], rewards[..., 1])
-
-
-# ------------------------------------------------------------------------------------------------------ import paths
 
 
 def test_rewards_are_found_in_modules_and_files(tmp_path, monkeypatch):
@@ -128,14 +97,12 @@ def test_rewards_are_found_in_modules_and_files(tmp_path, monkeypatch):
         ("good.py:g", r"has no g \(it has: f\)"),
         ("good.py:limit", "is a int, not a function"),
         ("broken.py:f", "importing broken.py raised SyntaxError"),
-        ("crashing.py:f", "raised ZeroDivisionError"),
         ("needing.py:f", "needs the module surely_not_installed"),
     ],
 )
 def test_bad_import_paths_say_what_is_wrong(tmp_path, monkeypatch, path, message):
     (tmp_path / "good.py").write_text("def f(**_):\n    return []\nlimit = 3\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
-    (tmp_path / "crashing.py").write_text("1 / 0\n")
     (tmp_path / "needing.py").write_text("import surely_not_installed\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message) as error:

@@ -12,7 +12,6 @@ from grpo_jax.training.estimators import (
     OVERLONG,
     Objectives,
     estimate_advantages,
-    groups_that_vary,
     make_objectives,
     signal_metrics,
 )
@@ -30,9 +29,6 @@ def rewards():
 
 def advantages(rewards, **choices):
     return np.asarray(estimate_advantages(rewards, MASK, AlgorithmSection(**choices), WEIGHTS))
-
-
-# advantages
 
 
 def test_each_estimator_is_its_formula(rewards):
@@ -84,22 +80,11 @@ def advantages_of(found: Objectives, **choices):
     return np.asarray(estimate_advantages(found.rewards, MASK, AlgorithmSection(**choices), found.weights))
 
 
-# signal
-
-
 @pytest.fixture(scope="module")
 def opposed():
     """Group 0: two objectives that cancel in the sum. Group 1: nothing varies. Group 2: both agree."""
     a = jnp.array([[0.0, 1.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]])
     return jnp.stack([a, jnp.array([[1.0, 0.0, 1.0, 0.0], [2.0] * 4, [0.0, 1.0, 1.0, 1.0]])], -1)
-
-
-def test_gdpo_keeps_groups_that_the_sum_would_lose(opposed):
-    for advantage, expected in (("gdpo", [True, False, True]), ("grpo", [False, False, True])):
-        section = AlgorithmSection(advantage=advantage)
-        assert groups_that_vary(opposed, (1.0, 1.0), section).tolist() == expected, advantage
-    section = AlgorithmSection(advantage="gdpo")  # an objective that does not count does not teach
-    assert groups_that_vary(opposed.at[0, :, 1].set(3.0), (0.0, 1.0), section).tolist() == [False, False, True]
 
 
 def test_groups_without_signal_are_counted(opposed):
@@ -108,9 +93,6 @@ def test_groups_without_signal_are_counted(opposed):
     assert row["zero_variance_groups/total"] == pytest.approx(2 / 3)
     alone = signal_metrics(Objectives(opposed[:, :1], ("a", "b"), (1.0, 1.0)))
     assert alone["zero_variance_groups/total"] == 1
-
-
-# weights on tokens
 
 
 @pytest.fixture(scope="module")

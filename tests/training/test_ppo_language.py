@@ -26,9 +26,6 @@ def batch():
     return tiny_update.make_batch()._replace(advantages=None, scores=scores)
 
 
-# estimates
-
-
 def two_tokens(scores, mask, ref=((-1.5, -1.0),)):
     logprobs = jnp.array([[[-1.0, -2.0]]])
     tokens = jnp.zeros((1, 1, 2), jnp.int32)
@@ -76,9 +73,6 @@ def test_whitened_over_tokens_and_the_values_learn_what_was_not(batch):
     np.testing.assert_allclose(np.corrcoef(tokens, before)[0, 1], 1, rtol=1e-5)
     target = np.asarray(white.returns)[np.asarray(batch.mask)]
     assert measured.explained_variance == pytest.approx(1 - before.var() / target.var(), rel=1e-4)
-
-
-# the update
 
 
 def updated(batch, **others):

@@ -80,20 +80,21 @@ def make_environment(step=told, *, lenient=False, rewards=None, turns=TURNS, say
     )
 
 
-def sampler(**more):
+def sampler(architecture="llama", **more):
     params = SamplingParams(GROUP, STEPS, 1.0)
-    return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=ALLOWED, **more)
+    given = {"eos_ids": ENDS, "pad_id": PAD, "allowed_tokens": ALLOWED, **more}
+    return make_episode_sampler(tiny(architecture).policy, params, **given)
 
 
 @functools.cache
-def usual():
-    return sampler()
+def usual(architecture):
+    return sampler(architecture)
 
 
-def play(environment=None, *, sample=None, iteration=0):
-    environment, sample = environment or make_environment(), sample or usual()
+def play(environment=None, *, sample=None, iteration=0, architecture="llama"):
+    environment, sample = environment or make_environment(), sample or usual(architecture)
     options = {"key": KEY, "iteration": iteration, "work": Work(chunk_prompts=2)}
-    return collect(environment, sample, tiny("llama").variables, ROWS, **options)
+    return collect(environment, sample, tiny(architecture).variables, ROWS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +175,11 @@ def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
     assert stopped > 3
 
 
-def test_the_updates_logprobs_are_the_samplers(rollout):
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # rotations, learned positions
+def test_the_updates_logprobs_are_the_samplers(architecture, rollout):
     """Of every turn, and those of the same text as one long prompt and completion."""
-    model = tiny("llama")
+    model = tiny(architecture)
+    rollout = rollout if architecture == "llama" else play(architecture=architecture)
     batch, _ = batch_of(rollout, AlgorithmSection())
     assert batch.packing is not None
     forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED)))
@@ -233,9 +236,6 @@ def test_an_episode_follows_from_seed_and_iteration(rollout):
     again, other = play(), play(iteration=1)
     jax.tree.map(np.testing.assert_array_equal, again.samples, rollout.samples)
     assert again.episodes == rollout.episodes and other.episodes != rollout.episodes
-
-
-# ------------------------------------------------------------------------------------------------ what may go wrong
 
 
 def raising(rows, episodes):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.rollouts import drawn
 from support.vision.folders import picture, seeing_folder
+from turns.test_episodes import long_prompts
 
 from grpo_jax.config.run import make_config
 from grpo_jax.core.logprobs import token_logprobs
@@ -117,14 +118,10 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
         prompt = np.asarray(batch.prompt_tokens)[p][np.asarray(batch.prompt_mask)[p]]
         present, mask, turn = (np.asarray(array)[p, g][:width] for array in (batch.present, batch.mask, batch.turn))
         own = np.flatnonzero(mask & (turn == turn[mask].max()))
-        apart.append((p, g, [*prompt, *samples.tokens[p, g][: own[0]]], samples.tokens[p, g][own], own))
+        apart.append((p, g, own, [*prompt, *samples.tokens[p, g][: own[0]]], samples.tokens[p, g][own]))
         assert present[: own[-1] + 1].all()
-    longest, steps = max(len(one[2]) for one in apart), max(len(one[3]) for one in apart)
-    prompts, tokens = np.zeros((6, longest), np.int32), np.zeros((6, 1, steps), np.int32)
-    prompt_mask, mask = np.zeros(prompts.shape, bool), np.zeros(tokens.shape, bool)
-    for row, (*_, before, after, _) in enumerate(apart):
-        prompts[row, longest - len(before) :], prompt_mask[row, longest - len(before) :] = before, True
-        tokens[row, 0, : len(after)], mask[row, 0, : len(after)] = after, True
+    prompts, prompt_mask, tokens, mask, *_ = long_prompts(apart)
+    steps = tokens.shape[-1]
     flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.pictures["observations"])
     shown = jax.tree.map(lambda array: jnp.repeat(array, 2, axis=0), batch.pictures["pictures"])
     joined = jax.tree.map(beside, shown, flat)
@@ -137,7 +134,7 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
 
     def episode(params):
         seen = make_forward(policy, temperature=1.0)({**rest, **params}, batch).logprobs
-        texts = [seen[p, g, own[0] : own[-1] + 1] for p, g, _, _, own in apart]
+        texts = [seen[p, g, own[0] : own[-1] + 1] for p, g, own, *_ in apart]
         return jnp.stack([jnp.pad(text, (0, steps - len(text))) for text in texts])
 
     def measured(of):

@@ -3,13 +3,11 @@
 import json
 import math
 
-import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import assert_same_run, rewound, train_here
+from support.text_task import assert_same_run, episodes_of, rewound, train_here
 
 from grpo_jax.config.run import make_config
-from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.env_adapters import EnvRunner
@@ -93,12 +91,7 @@ def run(home):
 
 @pytest.fixture(scope="module")
 def episodes(run):
-    """Rows of completions/, one list for each episode."""
-    episodes = {}
-    for file in sorted((run / "completions").glob("*.parquet")):
-        for row in pyarrow.parquet.read_table(file).to_pylist():
-            episodes.setdefault((file.name, row["prompt"], row["episode"]), []).append(row)
-    return [*episodes.values()]
+    return episodes_of(run)
 
 
 def kind_of(row):
@@ -192,11 +185,6 @@ def test_shares_are_kept_as_evenly_as_can_be(home):
     [
         ((), (), "task.environment: expected a class, such as my_env.py:Env"),
         (("Count", "Later"), (1, 0), "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 0"),
-        (
-            ("Count", "Later"),
-            (1, "half"),
-            "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 'half'",
-        ),
         (("Missing",), (), "has no Missing"),
         (("Count", "Count"), (), "task.environment: expected classes of different names"),
         (("Broken",), (), "step must return (observation, reward, done), the reward finite or None, the"),
@@ -206,9 +194,3 @@ def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names
     assert train_here(config(home, *names, shares=shares), tmp_path / "run") == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message.format(home=home) in error[0], error
-
-
-@pytest.mark.parametrize("name", ["prompts", "validation", "test"])
-def test_a_config_is_needed_for_nothing_else(name):
-    with pytest.raises(UserError, match=rf"data\.{name}: expected nothing"):
-        make_config(task={"kind": "environment", "environment": ["a.py:A"]}, data={name: "mine.jsonl"})

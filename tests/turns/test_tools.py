@@ -4,9 +4,8 @@ import asyncio
 import json
 import random
 
-import pyarrow.parquet
 import pytest
-from support.text_task import assert_same_run, rewound, train_here, train_values
+from support.text_task import assert_same_run, episodes_of, rewound, train_here, train_values
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
@@ -14,7 +13,6 @@ from grpo_jax.__main__ import main
 from grpo_jax.config.named import GIVEN_TOOLS
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
@@ -38,12 +36,9 @@ TOOLS = '''
 import functools
 import random
 
-from pydantic import BaseModel
-
 
 def add(a: int, b: int = 1) -> int:
-    """
-    Adds two integers.
+    """Adds two integers.
 
     Args:
         a: The first integer.
@@ -56,8 +51,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 async def echo(text: str) -> str:
-    """
-    Says it again.
+    """Says it again.
 
     Args:
         text: What is said.
@@ -73,8 +67,7 @@ def unexplained(a: int) -> int:
 
 @functools.lru_cache
 def remembered(a: int) -> int:
-    """
-    Doubles a number.
+    """Doubles a number.
 
     Args:
         a: The number.
@@ -86,8 +79,7 @@ ten_more = functools.partial(add, b=10)
 
 
 def total(a: int, *args: int, **kwargs: int) -> int:
-    """
-    Adds numbers.
+    """Adds numbers.
 
     Args:
         a: The first number.
@@ -131,8 +123,7 @@ class Countdown:
         return f" From {start}."
 
     def take(self, n: int) -> str:
-        """
-        Takes some away.
+        """Takes some away.
 
         Args:
             n: How many.
@@ -157,8 +148,7 @@ class Sized:
 
     @staticmethod
     def half(n: int) -> int:
-        """
-        Halves a number.
+        """Halves a number.
 
         Args:
             n: The number.
@@ -167,9 +157,7 @@ class Sized:
 
     @classmethod
     def name(cls) -> str:
-        """
-        Says what this is.
-        """
+        """Says what this is."""
         return cls.__name__
 
     def get_reward(self) -> float:
@@ -231,15 +219,6 @@ def values(home, tools, *words, rewards=(), **sampling):
         "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
     }
-
-
-def episodes_of(run):
-    """Rows of completions/ as episodes: {(step, episode): rows}."""
-    episodes = {}
-    for file in sorted((run / "completions").glob("*.parquet")):
-        for row in pyarrow.parquet.read_table(file).to_pylist():
-            episodes.setdefault((file.name, row["episode"], row["prompt"]), []).append(row)
-    return episodes.values()
 
 
 @pytest.fixture(scope="module")
@@ -429,16 +408,3 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
 def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, message):
     train_values(values(home, tools, "end"), tmp_path / "run", expected=2)
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sampling": {"turns": 1}}, "sampling.turns: expected at least 2 with tools that are called"),
-        ({"task": {"kind": "text", "environment": "a.py:b"}}, "task.environment: expected nothing with data.tools"),
-        ({"task": "prompt_enhancement"}, "data.tools: expected JSON schemas with this task, which calls no functions"),
-    ],
-)
-def test_what_does_not_go_with_tools_is_refused(given, message):
-    with pytest.raises(UserError, match=message):
-        make_config(**{"task": "text", "data": {"tools": ["a.py:add"]}, "sampling": {"turns": 2}} | given)

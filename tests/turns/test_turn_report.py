@@ -1,4 +1,4 @@
-"""Episodes in figures and on the page: held-out measures by slow loops, and what the report shows of them."""
+"""Episodes in figures: held-out measures by slow loops, and their table."""
 
 import math
 
@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 from support.rollouts import rollout_of
 
-from grpo_jax.reports.page import RunEnd, render_report
-from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import turn_measures
 from grpo_jax.runs.results import turns_table
-from grpo_jax.tasks.task import EpisodeEntry, ShownTurn
 
 nan = math.nan
 VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing
@@ -66,30 +63,3 @@ def test_the_table_has_a_line_for_each_measure():
         (name, when) for name in ("share", "score") for when in ("before", "after")
     ]
     assert table.rows[1][2:] == (0.5625, 0.6875, 0.6, 0.8125, 0.5, 0.0)
-
-
-def test_the_page_shows_episodes_as_they_went(tmp_path):
-    image = np.full((8, 8, 3), 200, np.uint8)
-    turns = [
-        ShownTurn("a <red> disc", {"share": 0.5}, image, "mend it", [image]),
-        ShownTurn("a red disc", {"share": 1.0, "score": nan}, image),
-    ]
-    entry = EpisodeEntry("red & round", turns, [image])
-    measures = {"share": 1.0, **turn_measures(judged(), ["share"])}
-    summary = {"evaluation": {name: {"before": 0.0, "after": value} for name, value in measures.items()}}
-    metrics = [{"step": step, "reward/share@turn1": 0.5, "reward/share/mean": 0.6, "turns": 2.0} for step in (1, 2)]
-    end = RunEnd(episodes=[entry])
-    page = render_report("run", summary, rows=metrics, end=end)
-    section = page[page.index("<h2>Episodes</h2>") :]
-    order = ["red &amp; round", "a &lt;red&gt; disc", "mend it", "a red disc"]
-    places = [section.index(text) for text in order]
-    assert places == sorted(places) and section.partition("</section>")[0].count("data:image/png") == 4
-    assert "Rewards turn by turn" in page and "share, turn 1" in page and "Turns of an episode" in page
-    assert "<h3>share gain" not in page
-    RunDirectory(tmp_path).write_images([], [entry])
-    assert sorted(file.name for file in (tmp_path / "images").iterdir()) == [
-        "000_episode_shown_0.png",
-        "000_turn_1.png",
-        "000_turn_1_shown_0.png",
-        "000_turn_2.png",
-    ]

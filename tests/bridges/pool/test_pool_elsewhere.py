@@ -25,13 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_clu
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ODD = Path(__file__).with_name("odd_judges.py")
-OPTIONS = [
-    "--num-cpus=2",
-    "--num-gpus=2",
-    "--object-store-memory=80000000",
-    "--include-dashboard=false",
-    "--disable-usage-stats",
-]
+OPTIONS = ["--num-cpus=2", "--num-gpus=2", "--object-store-memory=80000000", "--include-dashboard=false"]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +35,10 @@ def address():
         subprocess.run([*RAY, "get-auth-token", "--generate"], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [*RAY, "start", "--head", "--block", f"--port={port}", *OPTIONS]
+    command = [*RAY, "start", "--head", "--block", f"--port={port}", *OPTIONS, "--disable-usage-stats"]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # not where Ray would find it for other tests
-        head = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "RAY_TMPDIR": folder},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        head = subprocess.Popen(command, env={**os.environ, "RAY_TMPDIR": folder}, **pipes)
         yield from said_by(head, port)
 
 

@@ -1,14 +1,13 @@
 """Configs and command lines of every task, valid ones mutated: parsed, or refused in one line."""
 
-from __future__ import annotations
-
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from faults.fuzz.mutations import ODD_TEXTS, mutated_bytes, odd_value, tried
+from faults.fuzz.mutations import ODD_TEXTS, entry, mutated_bytes, odd_value, places, tried
 from faults.outcome import Outcome
 
 from grpo_jax.config.command_line import load_config, parse
@@ -71,25 +70,11 @@ def _text(rng: random.Random, values: dict) -> bytes:
     return mutated_bytes(rng, data) if rng.random() < 0.8 else data
 
 
-def _places(values: Any, path: tuple = ()) -> list[tuple]:
-    """Paths to all entries of nested mappings and lists."""
-    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    return [place for key, value in entries for place in ((*path, key), *_places(value, (*path, key)))]
-
-
-def _copied(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _copied(value) for key, value in values.items()}
-    return [_copied(value) for value in values] if isinstance(values, list) else values
-
-
 def _changed(rng: random.Random, values: dict) -> dict:
-    values = _copied(values)
+    values = copy.deepcopy(values)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        *path, last = rng.choice(_places(values))
-        inner: Any = values
-        for key in path:
-            inner = inner[key]
+        *path, last = rng.choice(places(values))
+        inner = entry(values, path)
         how = rng.randrange(5)
         if how == 0:
             del inner[last]
@@ -103,7 +88,7 @@ def _changed(rng: random.Random, values: dict) -> dict:
 def _words(rng: random.Random, values: dict) -> list[str]:
     words: list[str] = []
     for _ in range(rng.choice([1, 1, 2, 3])):
-        place = ".".join(map(str, rng.choice(_places(values))))
+        place = ".".join(map(str, rng.choice(places(values))))
         place = rng.choice([place] * 6 + [f"{place}+", f"{place}.x", place[:-1], f".{place}", place.upper()])
         place = rng.choice(ODD_TEXTS) if rng.random() < 0.05 else place
         if rng.random() < 0.02:

@@ -3,8 +3,6 @@
 A folder may ask for code (`auto_map`), hold pickles, or break any of its files. What would run leaves a trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle
@@ -16,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from faults.fuzz.mutations import mutated_bytes, odd_value, tried
+from faults.fuzz.mutations import entry, mutated_bytes, odd_value, places, tried
 from faults.outcome import Outcome
 from support.encoded_prompts import plain_rows
 from support.tiny_models import causal_lm
@@ -98,9 +96,6 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]], marked: bool) -
     make_decode(loaded.tokenizer, form="rewrite", read=as_is)(np.arange(3), "a fox")
 
 
-# ---------------------------------------------------------------------------------------------------------- damages
-
-
 def _damaged(rng: random.Random, folder: Path, trace: Path) -> str:
     """Does something to a folder; says what."""
     said = [rng.choice((_field, _field, _bytes, _missing, _header, _code, _template))(rng, folder, trace)]
@@ -119,21 +114,15 @@ def _field(rng: random.Random, folder: Path, trace: Path) -> str:
     """Another value, or none, somewhere in a JSON file."""
     path = _texts(rng, folder) or folder / "config.json"
     content = json.loads(path.read_text())
-    places = list(_places(content))
-    inner, key = rng.choice(places[:200] if rng.random() < 0.7 else places)
+    found = places(content)
+    *path, key = rng.choice(found[:200] if rng.random() < 0.7 else found)
+    inner = entry(content, path)
     if isinstance(inner, dict) and rng.random() < 0.2:
         del inner[key]
     else:
         inner[key] = odd_value(rng)
     path.write_bytes(json.dumps(content).encode("utf-8", "surrogatepass"))
     return f"{path.name} {key!r} {str(inner.get(key) if isinstance(inner, dict) else '')[:40]!r}"
-
-
-def _places(content: Any) -> Iterator[tuple[Any, Any]]:
-    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    for key, value in list(entries):
-        yield content, key
-        yield from _places(value)
 
 
 def _bytes(rng: random.Random, folder: Path, trace: Path) -> str:

@@ -1,8 +1,7 @@
 """What all fuzzers share: a case is tried, and comes to something that works or to one clear line."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import io
 import random
 import time
@@ -79,6 +78,17 @@ def odd_value(rng: random.Random, depth: int = 0) -> object:
     if kind < 0.98:
         return {str(odd_value(rng, 9)): odd_value(rng, depth + 1) for _ in range(rng.randrange(4))}
     return nested(rng.choice([5, 31, 33, 60]))
+
+
+def places(values: object, path: tuple = ()) -> list[tuple]:
+    """Paths to all entries of nested mappings and lists."""
+    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [place for key, value in entries for place in ((*path, key), *places(value, (*path, key)))]
+
+
+def entry(values: object, path: tuple) -> object:
+    """What stands at a path."""
+    return functools.reduce(lambda inner, key: inner[key], path, values)
 
 
 def nested(depth: int) -> object:

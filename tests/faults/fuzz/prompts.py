@@ -1,7 +1,5 @@
 """Prompt files that a user may hand over, valid ones mutated: `load_prompts` reads them or says in one line why not."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from support.text_task import ROOT
+from support.text_task import ROOT, rows
 from support.xla import devices
 
 from grpo_jax.config.command_line import parse
@@ -28,12 +28,6 @@ TINY = {
     "training": {"iterations": 4, "save_every": 2},
     "evaluation": {"every": 2},
 }
-
-
-def rows(folder):
-    """metrics.jsonl without what a clock measured."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if "per_second" not in k} for line in lines]
 
 
 WITHOUT_TORCH = """
@@ -107,25 +101,6 @@ def test_the_task_decides_the_fields():
     assert parse(["--task", "cartpole"]) == parse(["--config", "cartpole_grpo"])
     changed = parse(["--config", "cartpole_grpo", "--algorithm.gamma=0.9", "--algorithm.group_size", "8"])
     assert changed.algorithm.gamma == 0.9 and changed.algorithm.group_size == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--algorithm.clip_low", "0.1"], "algorithm.clip_low: no such field; it is no setting of CartPole"),
-        (["--algorithm.weights", "[1, 2]"], "algorithm.weights: expected none or 1 finite numbers"),
-        (["--algorithm.objectives", "[upright, upright]"], "algorithm.objectives: expected one or more, each once"),
-        (["--algorithm.condition", "5"], "algorithm.condition: expected 0 without both objectives"),
-        (["--training.iterations", "15"], "training.iterations: expected a multiple of evaluation.every = 10, got 15"),
-        (["--rollout.group_size", "8"], "rollout: no such field; it left: CartPole has algorithm.group_size"),
-        (["--judges.renderer.steps", "4"], "judges: no such field"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
-    assert main(["--config", "cartpole_grpo", "--run_dir", str(tmp_path / "run"), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_resume_with_other_values_is_refused(finished, capsys):

@@ -6,8 +6,6 @@ import pytest
 
 from bridges.miniature.scenes import KINDS
 from grpo_jax import train
-from grpo_jax.config.run import make_config
-from grpo_jax.errors import UserError
 
 pytest.importorskip("open_clip")
 pytest.importorskip("diffusers")
@@ -33,9 +31,3 @@ def test_a_column_that_prompts_have_not_is_one_line(tmp_path, capsys):
     run_dir = f"--run_dir={tmp_path / 'run'}"
     assert train.main(["--config=prompt_enhancement_scenes", *few, "--evaluation.by=kinds", run_dir]) == 2
     assert "evaluation.by: 2 of 2 held-out prompts have no column 'kinds'" in capsys.readouterr().err
-
-
-def test_a_checker_reads_what_it_knows():
-    values = {"data": {"prompts": "builtin"}, "eval_rewards": ["pixel_accuracy"]}
-    with pytest.raises(UserError, match=r'data\.prompts "miniature" or "miniature_scenes"'):
-        make_config(task="prompt_enhancement", **values)

@@ -15,7 +15,6 @@ from support.vision import folders  # noqa: E402
 
 from grpo_jax import train  # noqa: E402
 from grpo_jax.config.run import make_config  # noqa: E402
-from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
 from grpo_jax.rollout.env import Episode, Turn  # noqa: E402
 from grpo_jax.tasks.prompt_refinement_task import INSTRUCTION, make_step, others  # noqa: E402
@@ -52,11 +51,6 @@ def config(**others):
     return make_config({"task": "prompt_refinement", **values, **others})
 
 
-def test_one_turn_is_refused():
-    with pytest.raises(UserError, match=r"sampling\.turns: expected at least 2, to fix what was drawn, got 1"):
-        config(sampling={"turns": 1})
-
-
 def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
     from bridges.miniature import world
 
@@ -73,9 +67,6 @@ def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
     assert plain.task.load(TaskSetup(plain, None, lambda *_: None)).report.references(rows)["oracle"] == [
         row.columns["oracle"] for row in rows
     ]
-
-
-# ------------------------------------------------------------------------------------------------------- the configs
 
 
 def summary_of(run_dir):

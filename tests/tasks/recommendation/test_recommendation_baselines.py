@@ -128,9 +128,6 @@ def test_title_baselines_ask_with_the_last_title_and_the_own_title():
     assert ranks["oracle: own title"].tolist() == best
 
 
-# the table
-
-
 def test_a_table_holds_every_method_group_and_measure():
     ranks = {
         **count_ranks(KNOWN, ITEMS, ROWS),

@@ -43,9 +43,6 @@ def problems(error) -> list[str]:
     return [line.rpartition("/")[2] for line in lines]
 
 
-# catalogue
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -97,8 +94,6 @@ def test_what_is_no_file_of_its_kind_is_an_error(tmp_path):
         read_sequences(tmp_path, LETTERS)
 
 
-# a file that is wrong as a whole is one line
-
 IDS = [f"P{n:03d}" for n in range(40)]
 ITEMS = "item_id\ttitle\n" + "".join(f"{name}\tsoap of kind {name}\n" for name in IDS)
 LINES = "".join(f"u{n} {' '.join(IDS[(3 * n + step) % 40] for step in range(6))}\n" for n in range(30))
@@ -125,9 +120,6 @@ def test_a_file_that_is_wrong_as_a_whole_is_one_line(items, users, message, tmp_
         read_sequences(tmp_path / "sequential.txt", read_catalogue(tmp_path / "items.tsv"))
     written = str(error.value).replace("bad data (1 place):\n  ", "")
     assert "\n" not in written and message in written
-
-
-# sequences
 
 
 def test_sequences_are_read(tmp_path):
@@ -223,9 +215,6 @@ def test_all_bad_ratings_are_said_at_once(tmp_path):
         read_events(write(tmp_path, "r.csv", "userId,movieId,rating\n1,a,3\n"), LETTERS)
 
 
-# prompts
-
-
 def test_a_template_lists_the_newest_titles():
     text = "Last was {last}. Before {odd}: {history}!"
     task = Recommendation(template=text, history_items=2, title_characters=0, separator=" | ")
@@ -235,8 +224,6 @@ def test_a_template_lists_the_newest_titles():
     cuts = {16: "OPI Nail Lacquer", 10: "OPI Nail", 5: "OPI", 2: "OP"}  # between words where that leaves one
     assert {n: cut_title("OPI Nail Lacquer", n) for n in cuts} == cuts
 
-
-# splits
 
 USERS = [UserSequence("long", (0, 1, 2, 3, 4)), UserSequence("three", (5, 6, 7)), UserSequence("two", (1, 2))]
 
@@ -306,9 +293,6 @@ def test_a_user_is_not_counted_in_what_they_are_taught():
     assert together_titles(rows, letters, users) == ["a bee", "a bee", "a bee", "a bee"]
     alone = [Row(0, "", examples.example_columns(Target("y", (last,), 3, 0), letters)) for last in (2, 3)]
     assert together_titles(alone, letters, users) == ["an a", ""]
-
-
-# the fields of the task
 
 
 def test_what_a_rule_does_is_said(tmp_path):

@@ -72,7 +72,7 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (it has: letters, brief, hold_commits)"),
+        (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (it has: letters, brief)"),
         (["--rewards", '[{"name": "{judge}:brief", "options": {"size": 2}}]'], "the reward (it has none), got 'size'"),
         (["--rewards", '[{"name": "brief"}]'], "rewards: expected package.module:function, file.py:function, or of th"),
         (["--rewards", '[{"name": "no_judge.py:f"}]'], "the file no_judge.py does not exist"),

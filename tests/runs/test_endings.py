@@ -86,7 +86,7 @@ def test_a_reward_that_holds_the_interpreter_lock_ends_the_process_and_is_shown(
     run = rewound(finished_run(place), tmp_path / "run", step=3)
     done = subprocess.run(
         [sys.executable, "-c", IMPATIENT, "--resume", "--run_dir", run, "--judge_timeout=1"],
-        env=environment(place, run, judge="lock:0"),
+        env=environment(run, judge="lock:0"),
         timeout=PATIENCE,
         capture_output=True,
         text=True,

@@ -43,7 +43,7 @@ def start(
     return [
         subprocess.Popen(
             [*command, *last] if number else command,
-            env=environment(place, run, judge) | told | {"JAX_PROCESS_ID": str(number)},
+            env=environment(run, judge) | told | {"JAX_PROCESS_ID": str(number)},
             cwd=folders[number] if folders else place.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

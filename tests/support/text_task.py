@@ -48,22 +48,10 @@ def letters(prompts, completions, wish, **columns):
     if action == "lock":
         (pathlib.Path(os.environ["JUDGE_RUN"]) / "held").touch()
         re.match(r"(a+)+$", "a" * 40 + "b")  # longer than anybody waits, with the interpreter lock held
-    if action == "commit":
-        hold_commits(after=int(rows))
-    return {"nan": [float("nan"), *values[1:]], "short": values[1:]}.get(action, values)
+    return values
 
 def brief(completions):
     return [-len(text) / 10 for text in completions]
-
-def hold_commits(after, rename=os.rename):
-    """Later checkpoints are written in full and never given their name."""
-    def held(source, target, **options):
-        _, _, step = pathlib.Path(target).name.partition("step_")
-        if ".writing" in str(source) and ".writing" not in str(target) and step.isdigit() and int(step) > after:
-            (pathlib.Path(os.environ["JUDGE_RUN"]) / "held").touch()
-            time.sleep(600)
-        return rename(source, target, **options)
-    os.rename = held
 '''
 
 
@@ -172,7 +160,7 @@ def rewound(run: Path, to: Path, step: int) -> Path:
     return to
 
 
-def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
+def environment(run: Path, judge: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "JUDGE": judge, "JUDGE_RUN": str(run)}
 
 
@@ -181,7 +169,7 @@ def start(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> su
     config = [] if "--resume" in arguments else ["--config", str(place.config)]
     return subprocess.Popen(
         [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), *arguments],
-        env=environment(place, run, judge),
+        env=environment(run, judge),
         cwd=place.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

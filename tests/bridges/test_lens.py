@@ -13,11 +13,6 @@ CANONICAL = {"a", "at", "the", "on", *itertools.chain.from_iterable(world.VALUES
 EVERY = [world.Lens(turn, mirrored) for turn in range(4) for mirrored in (False, True)]
 
 
-def captions(count, seed=0):
-    rows = world.sample_indices(np.random.default_rng(seed), count)
-    return [world.canonical_caption(world.scene_of(row)) for row in rows]
-
-
 def values_of(caption):
     """The six words of a caption by what they say, which may be of one colour and no scene."""
     _, sharpness, size, colour, shape, _, _, position, _, background = caption.split()
@@ -41,7 +36,8 @@ def test_a_seed_has_one_lens_and_all_lenses_are_as_likely():
 
 
 def test_the_checker_reads_what_a_lens_makes_of_a_scene():
-    some = captions(240)
+    rows = world.sample_indices(np.random.default_rng(0), 240)
+    some = [world.canonical_caption(world.scene_of(row)) for row in rows]
     lenses = [EVERY[i % 8] for i in range(240)]
     found = world.read(world.look(drawn(some), lenses))
     expected = rows_of([world.seen(caption, one) for caption, one in zip(some, lenses, strict=True)])

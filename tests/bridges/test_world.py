@@ -11,14 +11,10 @@ vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
 drawing = pytest.importorskip("scripts.miniature.drawing")
 
 
-def scenes(count, seed=0):
-    return world.sample_indices(np.random.default_rng(seed), count)
-
-
 @pytest.mark.parametrize(("count", "noise"), [(150, 0), (50, 0.03)])
 def test_checker_reads_true_pictures(count, noise):
     rng = np.random.default_rng(3)
-    rows = scenes(count)
+    rows = world.sample_indices(np.random.default_rng(0), count)
     pictures = np.clip(drawing.draw(rows, rng) + rng.normal(0, noise, (count, 3, 32, 32)), 0, 1)
     assert (world.read(pictures) == rows).mean(axis=0).min() >= 0.99
 

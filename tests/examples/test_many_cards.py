@@ -1,13 +1,10 @@
 """The configs of examples/many_cards place as many parts as they have cards."""
 
-from pathlib import Path
-
 import pytest
+from support.imports import ROOT
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.planning.memory import places_of
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("cards", "policy"), [(8, 1), (64, 3), (512, 8)])

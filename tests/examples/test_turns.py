@@ -4,10 +4,9 @@ import json
 import math
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from support.imports import ROOT
-from support.text_task import rows
+from support.text_task import episodes_of, rows
 
 from grpo_jax import evaluate
 from grpo_jax.config.command_line import load_config
@@ -56,17 +55,11 @@ def guessed(tmp_path_factory):
     return run
 
 
-def completions(run, step):
-    return pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet").to_pylist()
-
-
 def episodes(run, step):
-    found = {}
-    for turn in completions(run, step):
-        found.setdefault(turn["episode"], []).append(turn)
-    assert list(found) == list(range(16))
-    assert all([turn["turn"] for turn in turns] == list(range(1, len(turns) + 1)) for turns in found.values())
-    return list(found.values())
+    found = episodes_of(run)[16 * (step - 1) : 16 * step]
+    assert [turns[0]["episode"] for turns in found] == list(range(16))
+    assert all([turn["turn"] for turn in turns] == list(range(1, len(turns) + 1)) for turns in found)
+    return found
 
 
 def test_the_calculator_is_asked_and_answers(calculated):
@@ -218,13 +211,11 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
     small |= {"task.seeds": 12, "training.prompts_per_batch": 12}
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]
     assert main([*command, *(f"--{name}={value}" for name, value in small.items())]) == 0
-    episodes = {}
-    for row in completions(tmp_path, 1):
-        episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
-    kinds = [prompt.split()[0] for prompt, _ in episodes]
+    played = episodes_of(tmp_path)
+    kinds = [turns[0]["prompt"].split()[0] for turns in played]
     assert kinds.count("at") == 2 * kinds.count("guess") == 8 * small["sampling.group_size"]
-    for (prompt, _), turns in episodes.items():
-        seen = prompt
+    for turns in played:
+        seen = prompt = turns[0]["prompt"]
         for turn in turns:
             walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
             assert math.isnan(game if prompt.startswith("at") else walk)

@@ -36,16 +36,13 @@ def pictures(count, seed=0):
     return torch.rand((count, 3, 24, 32), generator=torch.Generator().manual_seed(seed)).mul(255).round() / 255
 
 
-def pillow(image):
-    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
-
-
 @torch.no_grad()
 def of_transformers(folder, image, threshold):
     """Boxes by name, the surest first, of one picture by itself."""
     model = transformers.AutoModelForObjectDetection.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    outputs = model(**processor(images=pillow(image), return_tensors="pt"))
+    picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
+    outputs = model(**processor(images=picture, return_tensors="pt"))
     (found,) = processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=[image.shape[-2:]])
     by_name = {name: [] for name in model.config.id2label.values()}
     for place in found["scores"].argsort(descending=True).tolist():

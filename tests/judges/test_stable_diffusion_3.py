@@ -187,10 +187,6 @@ def held(model) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def lines(judge) -> dict[str, int]:
-    return {name: size for name, size, _ in judge.memory()}
-
-
 @pytest.fixture
 def judge(folder):
     return StableDiffusion3(path=str(folder), size=16, steps=1, eval_steps=2, guidance=3.0, batch_size=2)
@@ -199,7 +195,7 @@ def judge(folder):
 @pytest.mark.parametrize("fields", [{}, {"use_t5": False, "dtype": "bfloat16"}], ids=["whole", "no T5, bfloat16"])
 def test_a_judge_draws_with_its_settings_and_counts_the_weights_that_it_loads(judge, fields):
     judge = judge.replace(**fields)
-    loaded, found, item = judge.load("cpu"), lines(judge), 2 if fields else 4
+    loaded, found, item = judge.load("cpu"), {name: size for name, size, _ in judge.memory()}, 2 if fields else 4
     for evaluation, steps, guidance in ((False, 1, 3.0), (True, 2, 1.0)):
         settings = RenderSettings(steps, guidance, 16, 2)
         drawn = loaded.draw(PROMPTS[:2], SEEDS[:2], evaluation=evaluation)

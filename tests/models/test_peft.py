@@ -170,10 +170,6 @@ def without(name):
     return lambda tensors: {key: value for key, value in tensors.items() if name not in key}
 
 
-def rank_of_5(tensors):
-    return {name: torch.zeros(5, 32) if "lora_A" in name else value for name, value in tensors.items()}
-
-
 @pytest.mark.parametrize(
     ("fields", "change", "message"),
     [

@@ -4,17 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import xla
+from support.imports import ROOT
 from support.text_task import train_here
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs.processes import announced, join_processes
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 MESHES = ("8x1", "2x4")
 
 
@@ -30,15 +29,12 @@ def begin(script: str, devices: int, **variables: str) -> subprocess.Popen:
     )
 
 
-def result(process: subprocess.Popen) -> dict:
+@pytest.fixture(scope="module")
+def found():
+    process = begin("mesh_checks.py", 8)
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def found():
-    return result(begin("mesh_checks.py", 8))
 
 
 def test_loss_and_gradient_are_those_of_one_device(found):

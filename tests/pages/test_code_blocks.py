@@ -3,15 +3,14 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
+from support.imports import ROOT
 from support.tiny_models import causal_lm
 
 from grpo_jax.config import run as config
 from grpo_jax.rollout.env import Episode, Turn
 
-ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "docs/algorithms.md": "tests/project/test_algorithms_page.py",
     "docs/judges.md": "tests/judges/test_clip_model.py",

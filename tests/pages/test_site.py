@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support.imports import ROOT
 
 import grpo_jax
 from grpo_jax import core
@@ -18,7 +19,6 @@ from grpo_jax import core
 mkdocstrings = pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
 
 pytestmark = pytest.mark.wide  # `make docs` runs them on the site that it has built
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ("ul", "ol", "li", "pre", "table", "tr")
 ASSETS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts)

@@ -4,11 +4,11 @@ import importlib
 import itertools
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
 from support import import_checks
+from support.imports import ROOT
 
 from grpo_jax import demo, evaluate, export, predict, recommend, report
 from grpo_jax.config.command_line import parse
@@ -18,7 +18,6 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.planning import take_request
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend, report)}

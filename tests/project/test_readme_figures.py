@@ -3,13 +3,11 @@
 import json
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
+from support.imports import ROOT
 
 from grpo_jax.config.run import make_config
-
-ROOT = Path(__file__).parents[2]
 
 
 @cache

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.imports import ROOT
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.fields import flat
@@ -22,7 +23,6 @@ from grpo_jax.config.other_names import (
 )
 from grpo_jax.config.run import make_config
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_trl.md").read_text()
 FOUND = importlib.util.find_spec("trl")
 

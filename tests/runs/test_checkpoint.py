@@ -199,10 +199,6 @@ def sound(tmp_path_factory):
     return folder
 
 
-def files_of(checkpoint):
-    return sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
-
-
 def flip(path):
     """Changes one bit in the middle."""
     content = bytearray(path.read_bytes())
@@ -214,7 +210,9 @@ DAMAGES = (flip, lambda path: path.write_bytes(b""), lambda path: path.unlink())
 
 
 def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_before_is_used(sound, tmp_path):
-    for number, name in enumerate(files_of(sound / "step_2")):
+    checkpoint = sound / "step_2"
+    files = sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
+    for number, name in enumerate(files):
         folder, notes = shutil.copytree(sound, tmp_path / str(number), symlinks=True), []
         DAMAGES[number % 3](folder / "step_2" / name)
         with Checkpoints(folder, warning=notes.append) as checkpoints:

@@ -83,12 +83,9 @@ def keys(seed=0):
 
 def numbers(samples):
     """Which text each completion is, [P, G]; fails where one is none."""
-    found = [NUMBER[tuple(row[there].tolist())] for row, there in zip(*flat(samples), strict=True)]
+    tokens, mask = (np.asarray(x).reshape(-1, LENGTH) for x in (samples.tokens, samples.mask))
+    found = [NUMBER[tuple(row[there].tolist())] for row, there in zip(tokens, mask, strict=True)]
     return np.array(found).reshape(samples.tokens.shape[:2])
-
-
-def flat(samples):
-    return (np.asarray(x).reshape(-1, LENGTH) for x in (samples.tokens, samples.mask))
 
 
 @pytest.fixture(scope="module")

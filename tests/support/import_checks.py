@@ -52,7 +52,8 @@ def dangling(path: Path) -> Iterator[str]:
                 yield f"{path}:{node.lineno} no module {node.module}"
                 continue
             for alias in node.names:
-                inner = names_in(f"{node.module}.{alias.name}", path.parent) if is_package(node.module) else None
+                package = is_ours(node.module) or (HELPERS / node.module).is_dir()
+                inner = names_in(f"{node.module}.{alias.name}", path.parent) if package else None
                 if inner is not None:
                     bound[alias.asname or alias.name] = inner
                 elif not has(alias.name):
@@ -70,11 +71,6 @@ def dangling(path: Path) -> Iterator[str]:
 def is_ours(module: str) -> bool:
     """Whether a module belongs to the packages."""
     return module.partition(".")[0] in PACKAGES
-
-
-def is_package(module: str) -> bool:
-    """Whether a module's names may be modules that are checked."""
-    return is_ours(module) or (HELPERS / module).is_dir()
 
 
 @functools.cache

@@ -54,15 +54,11 @@ def literal_module(node) -> str | None:
     return ".".join(found) or None
 
 
-def for_types_alone(node) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
 def read_imports(source: str, module: str, package: bool = False) -> list[Import]:
     """Every import of a module."""
 
     def visit(node, lazy, types) -> Iterator[Import]:
-        types = types or for_types_alone(node)
+        types = types or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, lazy, node.lineno, types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

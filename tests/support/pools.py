@@ -1,8 +1,12 @@
 """Judges in pools, as a config has them."""
 
+from support.imports import ROOT
+
 from bridges.ray_pool import placed
 from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.run import make_config
+
+ODD = ROOT / "tests" / "bridges" / "pool" / "odd_judges.py"
 
 
 def in_pool(kind, **fields):

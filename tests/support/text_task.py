@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from support.imports import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds; only a hang takes that long
 TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
 

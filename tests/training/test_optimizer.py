@@ -16,10 +16,6 @@ from grpo_jax.training.state import make_optimizer, make_schedule
 RATE, DECAY = 0.1, 0.5
 
 
-def shrinking() -> OptimizerSection:
-    return OptimizerSection(learning_rate=RATE, weight_decay=DECAY)
-
-
 def named(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
 
@@ -53,7 +49,7 @@ def test_only_matrices_of_projections_decay(config, lora, expected):
     shapes = jax.eval_shape(lambda key: init_variables(config, key, lora=lora), jax.random.key(0))
     trained = {collection: jax.tree.map(lambda leaf: np.full(leaf.shape, 2.0, leaf.dtype), shapes[collection])}
     trained[VALUE] = {"kernel": jnp.ones(8), "bias": jnp.float32(1)}
-    section = shrinking()
+    section = OptimizerSection(learning_rate=RATE, weight_decay=DECAY)
     optimizer = make_optimizer(section, make_schedule(section, 10))
 
     @jax.jit

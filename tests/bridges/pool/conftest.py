@@ -1,12 +1,8 @@
 """Judges in pools, in the config of a run."""
 
-from pathlib import Path
-
 import pytest
 import yaml
-from support.pools import in_pool
-
-ODD = Path(__file__).with_name("odd_judges.py")
+from support.pools import ODD, in_pool
 
 
 @pytest.fixture(scope="module")

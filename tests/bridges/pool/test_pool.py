@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from support.pools import load_in_pool
+from support.pools import ODD, load_in_pool
 
 from bridges.ray_pool import BatchLost, PoolLost, placed
 from grpo_jax.config.run import make_config
@@ -23,7 +23,6 @@ from grpo_jax.rollout.rewards import RewardError, collect_rewards
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-ODD = Path(__file__).with_name("odd_judges.py")
 TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
 LIMIT = 4.0
 

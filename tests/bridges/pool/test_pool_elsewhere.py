@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
-from support.pools import load_in_pool
+from support.pools import ODD, load_in_pool
 from support.text_task import rows, train_here
 
 from bridges import ray_cluster
@@ -24,7 +24,6 @@ from grpo_jax.errors import UserError
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-ODD = Path(__file__).with_name("odd_judges.py")
 OPTIONS = ["--num-cpus=2", "--num-gpus=2", "--object-store-memory=80000000", "--include-dashboard=false"]
 
 

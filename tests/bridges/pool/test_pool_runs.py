@@ -2,7 +2,6 @@
 
 import re
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -14,18 +13,11 @@ from support.text_task import finish, finished_run, rows, start, train_here, wai
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-ODD = Path(__file__).with_name("odd_judges.py")
-
-
-def leave_deaths(folder, count):
-    """Leaves so many for the judge in a folder; what is left of them is in it."""
-    for number in range(count):
-        (folder / f"death{number:02}").touch()
-
 
 def test_a_run_learns_the_same_though_actors_die(cluster, place, configured, tmp_path):
     run = tmp_path / "run"
-    leave_deaths(tmp_path, 2)
+    for number in range(2):
+        (tmp_path / f"death{number:02}").touch()
     assert train_here(configured("deadly", replicas=2, options={"folder": str(tmp_path)}), run) == 0
     assert ray.is_initialized()  # the run did not start this cluster
     assert not list(tmp_path.glob("death*"))

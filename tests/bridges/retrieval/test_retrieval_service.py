@@ -5,11 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from support.imports import ROOT
 
 ray = pytest.importorskip("ray")
 
@@ -23,7 +23,6 @@ from grpo_jax.errors import StopRun, UserError, run_cli  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
-ROOT = Path(__file__).parents[3]
 WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night", "shaving", "palette"]
 RNG = np.random.default_rng(0)
 TITLES = [" ".join(RNG.choice(WORDS, 4)) + f" no {row}" for row in range(200)]

@@ -138,8 +138,5 @@ def test_a_mesh_shares_out_what_divides(world):
     _, fresh, _ = adapted(world)
     shardings({"lora": fresh}, mesh)
     odd = jax.sharding.AbstractMesh((3, 5), ("fsdp", "tensor"))
-    assert all(not any(place.spec) for name, place in _flat(shardings({"visual": shapes}, odd)) if "layers" in name)
-
-
-def _flat(tree):
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    placed = jax.tree.leaves_with_path(shardings({"visual": shapes}, odd))
+    assert all(not any(place.spec) for path, place in placed if "layers" in jax.tree_util.keystr(path))

@@ -73,11 +73,6 @@ def ranked(score, rows=ROWS, items=ITEMS):
     return baselines.rank_of(baselines.rank_all(score, rows, items=items))
 
 
-def count_ranks(users, items, rows):
-    scores = baselines.count_baselines(users, items, rows)
-    return {name: ranked(score, rows, items) for name, score in scores.items()}
-
-
 @pytest.mark.parametrize("block", [7, 512])
 def test_popularity_counts_users_in_training(block, monkeypatch):
     monkeypatch.setattr(baselines, "_MOST_USERS", block)
@@ -125,10 +120,8 @@ def test_title_baselines_ask_with_the_last_title_and_the_own_title():
 
 
 def test_a_table_holds_every_method_group_and_measure():
-    ranks = {
-        **count_ranks(KNOWN, ITEMS, ROWS),
-        **baselines.title_baselines(WordRetriever().score_ranks, ROWS),
-    }
+    ranks = {name: ranked(score) for name, score in baselines.count_baselines(KNOWN, ITEMS, ROWS).items()}
+    ranks |= baselines.title_baselines(WordRetriever().score_ranks, ROWS)
     groups = table.popularity_groups(ROWS, taken := baselines.taken_counts(KNOWN, ITEMS))
     assert np.sum([*groups.values()], 0).tolist() == [1] * len(ROWS) and len(groups) > 1
     first, group = taken[ROWS[0].columns["target_row"]], next(name for name, users in groups.items() if users[0])

@@ -5,12 +5,12 @@ import json
 import re
 import shlex
 from importlib import import_module
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.imports import ROOT
 from support.shop_files import write_shop
 
 from grpo_jax.recommend import load_recommender
@@ -19,7 +19,6 @@ from grpo_jax.tasks.recommendation.dataset import make_world
 from grpo_jax.tasks.recommendation.loading import item_vectors
 from grpo_jax.train import main
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "recommendation.md").read_text().partition("## Your own catalogue")[2].partition("\n## ")[0]
 WORLD = make_world(users=200, items=280, seed=0)
 TITLES = WORLD.catalogue.titles

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 open_clip = pytest.importorskip("open_clip")
 
-from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support.imports import ROOT  # noqa: E402
+from support.vision.judged import pillow, smooth  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from bridges.judges.clip_model import ClipModel  # noqa: E402
@@ -34,17 +34,11 @@ def scorer(folder):
     return ClipModel(path=str(folder), batch_size=3).load("cpu")
 
 
-def pictures(count, size=24, seed=0):
-    """Smooth pictures in 256 steps, so that the same ones can be given as 8-bit images."""
-    coarse = torch.rand((count, 3, 6, 6), generator=torch.Generator().manual_seed(seed))
-    return (functional.interpolate(coarse, (size, size), mode="bilinear") * 255).round() / 255
-
-
 def of_transformers(folder, images, texts):
     """Cosine of each picture and its text as the model's card computes it."""
     model = transformers.CLIPModel.from_pretrained(folder).eval()
     processor = transformers.CLIPProcessor.from_pretrained(folder)
-    seen = [Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()) for image in images]
+    seen = [pillow(image) for image in images]
     read = {"padding": True, "truncation": True, "max_length": 77, "return_tensors": "pt"}
     with torch.no_grad():
         image = model.get_image_features(**processor(images=seen, return_tensors="pt"))
@@ -55,14 +49,14 @@ def of_transformers(folder, images, texts):
 
 @pytest.mark.parametrize("size", [24, 40], ids=["its own size", "resized"])
 def test_similarities_are_those_of_transformers(folder, scorer, size):
-    images = pictures(4, size)
+    images = smooth(4, size, size)
     expected = of_transformers(folder, images, TEXTS)
     assert expected.std() > 0.03
     torch.testing.assert_close(scorer.image_text(images, TEXTS), expected, atol=1e-5, rtol=0)
 
 
 def test_a_score_does_not_depend_on_what_else_is_asked(scorer):
-    images = pictures(4)
+    images = smooth(4)
     together = scorer.image_text(images, TEXTS)
     scorer._texts.clear()
     alone = [scorer.image_text(images[[row]], [TEXTS[row]]) for row in range(4)]
@@ -72,7 +66,7 @@ def test_a_score_does_not_depend_on_what_else_is_asked(scorer):
 def test_a_head_reads_its_features(folder, tmp_path):
     save_file({"weight": torch.ones(1, 16), "bias": torch.zeros(1)}, tmp_path / "head.safetensors")
     judged = ClipModel(path=str(folder), quality_head=str(tmp_path / "head.safetensors"), dtype="bfloat16").load("cpu")
-    images = pictures(2)
+    images = smooth(2)
     torch.testing.assert_close(judged.quality(images), judged.image_features(images).sum(1))
     assert str(judged) == f"{folder}: CLIP, features of 16, on cpu"
     assert judged.model.model.logit_scale.dtype == torch.bfloat16
@@ -118,8 +112,6 @@ def test_broken_folders_are_one_line(folder, tmp_path, change, message):
 
 
 def test_what_is_no_clip_is_refused_before_a_weight_is_read(tmp_path):
-    with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
-        ClipModel(path="/nowhere/at/all").check()
     other = tiny_models.causal_lm(tmp_path / "text")
     (other / "model.safetensors").unlink()
     with pytest.raises(UserError, match="expected a CLIPModel of transformers, got"):
@@ -141,7 +133,7 @@ def test_the_page_makes_a_folder_of_weights_like_those_of_hpsv2(tmp_path, monkey
     exec(block.replace("ViT-H-14", "tiny-H-14"), {})
     judge = OpenClip(model=str(next(Path.cwd().glob("*/open_clip_config.json")).parent))
     judge.check()
-    scorer, images = judge.load("cpu"), pictures(2, 224)
+    scorer, images = judge.load("cpu"), smooth(2, 224, 224)
     normal = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
     mean, deviation = (torch.tensor(values)[:, None, None] for values in normal)
     with torch.no_grad():

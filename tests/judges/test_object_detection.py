@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("open_clip")
 
-from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
+from support.vision.judged import noise, pillow  # noqa: E402
 
 from bridges.judges.clip_model import ClipModel  # noqa: E402
 from bridges.judges.object_detection import (  # noqa: E402
@@ -32,17 +32,12 @@ def folders(tmp_path_factory):
     return tiny_models.detector(place / "detector"), tiny_models.clip_model(place / "clip")
 
 
-def pictures(count, seed=0):
-    return torch.rand((count, 3, 24, 32), generator=torch.Generator().manual_seed(seed)).mul(255).round() / 255
-
-
 @torch.no_grad()
 def of_transformers(folder, image, threshold):
     """Boxes by name, the surest first, of one picture by itself."""
     model = transformers.AutoModelForObjectDetection.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
-    outputs = model(**processor(images=picture, return_tensors="pt"))
+    outputs = model(**processor(images=pillow(image), return_tensors="pt"))
     (found,) = processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=[image.shape[-2:]])
     by_name = {name: [] for name in model.config.id2label.values()}
     for place in found["scores"].argsort(descending=True).tolist():
@@ -51,7 +46,7 @@ def of_transformers(folder, image, threshold):
 
 
 def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders):
-    images, threshold = pictures(7), 0.5
+    images, threshold = noise(7), 0.5
     judge = ObjectDetection(path=str(folders[0]), threshold=threshold, batch_size=3).load("cpu")
     expected = [of_transformers(folders[0], image, threshold) for image in images]
     counts = [{name: len(boxes) for name, boxes in found.items()} for found in expected]
@@ -68,7 +63,7 @@ def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders
 
 
 def test_a_colour_is_the_likeliest_of_the_crop(folders):
-    image = pictures(1)[0]
+    image = noise(1)[0]
     found = of_transformers(folders[0], image, 0.3)
     name, boxes = max(found.items(), key=lambda entry: len(entry[1]))
     left, top, right, bottom = boxes[0]
@@ -173,7 +168,7 @@ def test_the_rules_are_geneval_s():
 
 
 def test_part_of_what_is_asked_can_earn_and_nothing_asked_is_missing(folders):
-    images = pictures(2)
+    images = noise(2)
     there = max(of_transformers(folders[0], images[0], 0.3).items(), key=lambda entry: len(entry[1]))[0]
     include = [[{"class": there, "count": 1}, {"class": there, "count": 9}], None]
     for partial, earned in ((True, 0.5), (False, 0.0)):
@@ -192,9 +187,7 @@ def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
         ([include, include | {"position": ["behind", 0]}], "expected a position"),
     ):
         with pytest.raises(UserError, match=said):
-            judge.geneval(pictures(1), [{"include": wrong}], None)
-    assert judge.geneval(pictures(1), [{"include": [{"class": "computer mouse", "count": 9}]}], None) == [0.0]
-    with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
-        ObjectDetection(path="/nowhere/at/all").check()
+            judge.geneval(noise(1), [{"include": wrong}], None)
+    assert judge.geneval(noise(1), [{"include": [{"class": "computer mouse", "count": 9}]}], None) == [0.0]
     with pytest.raises(UserError, match="expected a model that detects objects"):
         ObjectDetection(path=str(folders[1])).load("cpu")

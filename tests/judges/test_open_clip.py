@@ -9,10 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 open_clip = pytest.importorskip("open_clip")
 
-from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from support.vision.judged import pillow, smooth  # noqa: E402
 
 from bridges.clip import load_quality_head  # noqa: E402
 from bridges.judges.open_clip import OpenClip  # noqa: E402
@@ -44,24 +43,13 @@ def reference(folder):
     return model.eval(), transform, open_clip.get_tokenizer(name)
 
 
-def pictures(count, height=40, width=40, seed=0):
-    """Smooth pictures in 256 steps, so that the same ones can be given as 8-bit images."""
-    coarse = torch.rand((count, 3, 6, 6), generator=torch.Generator().manual_seed(seed))
-    fine = functional.interpolate(coarse, (height, width), mode="bilinear")
-    return (fine * 255).round() / 255
-
-
-def to_pil(image):
-    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
-
-
 @pytest.mark.parametrize("shape", [(24, 24), (50, 33), (16, 20)])
 def test_features_and_similarities_are_those_of_open_clip(scorer, reference, shape):
     """Resized or not: what has another size goes through open_clip's own transform."""
     model, transform, tokenizer = reference
-    images = pictures(4, *shape)
+    images = smooth(4, *shape)
     with torch.no_grad():
-        image = model.encode_image(torch.stack([transform(to_pil(x)) for x in images]), normalize=True)
+        image = model.encode_image(torch.stack([transform(pillow(x)) for x in images]), normalize=True)
         text = model.encode_text(tokenizer(TEXTS), normalize=True)
     torch.testing.assert_close(scorer.image_features(images), image, atol=1e-5, rtol=0)
     torch.testing.assert_close(scorer.text_features(TEXTS), text, atol=1e-5, rtol=0)
@@ -79,7 +67,7 @@ def test_the_plan_counts_its_weights(folder, scorer):
 
 
 def test_scores_do_not_depend_on_their_company(folder):
-    images = pictures(11)
+    images = smooth(11, 40, 40)
     texts = [f"dog {letter}" for letter in "abcdefghijk"]
     whole = load_scorer(folder, batch_size=4)
     together = whole.image_text(images, texts)
@@ -91,7 +79,7 @@ def test_scores_do_not_depend_on_their_company(folder):
 
 def test_equal_pictures_are_encoded_once(folder, monkeypatch):
     scorer = load_scorer(folder, batch_size=2)
-    images = pictures(3, 24, 24)
+    images = smooth(3, 24, 24)
     expected = scorer.image_features(images)
     batches = []
     encode = scorer.model.encode_image
@@ -154,7 +142,7 @@ def test_broken_folders(tmp_path, folder):
 
 
 def test_quality_heads(tmp_path, scorer):
-    features = scorer.image_features(pictures(5))
+    features = scorer.image_features(smooth(5, 40, 40))
     rng = np.random.default_rng(0)
     sizes = [(7, 16), (3, 7), (1, 3)]
     layers = [(rng.normal(size=s).astype(np.float32), rng.normal(size=s[0]).astype(np.float32)) for s in sizes]
@@ -170,7 +158,7 @@ def test_quality_heads(tmp_path, scorer):
         for i, (weight, bias) in enumerate(layers):
             expected = (np.maximum(expected, 0) if i and activation == "relu" else expected) @ weight.T + bias
         scorer.quality_head = load_quality_head(tmp_path / "head.safetensors", scorer.width)
-        np.testing.assert_allclose(scorer.quality(pictures(5)).numpy(), expected[:, 0], atol=1e-5)
+        np.testing.assert_allclose(scorer.quality(smooth(5, 40, 40)).numpy(), expected[:, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize(

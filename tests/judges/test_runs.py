@@ -86,7 +86,7 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
 
 
 @pytest.mark.parametrize(("make", "kind", "part"), FOLDERS)
-def test_the_plan_counts_its_weights(make, kind, part, tmp_path):
+def test_the_plan_counts_its_weights_which_must_be_there(make, kind, part, tmp_path):
     import torch
 
     judge = kind(path=str(make(tmp_path / "folder")), dtype="bfloat16")
@@ -95,6 +95,8 @@ def test_the_plan_counts_its_weights(make, kind, part, tmp_path):
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
     assert judge.memory()[0] == (part, sum(weight.nbytes for weight in weights), "bfloat16")
     assert ClipModel(dtype="bfloat16").memory()[0] == ("CLIP", 2 * 986_109_441, "bfloat16")  # of a table
+    with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
+        kind(path="/nowhere/at/all").check()
 
 
 def test_a_judge_that_is_no_reward_says_so_before_anything_runs():

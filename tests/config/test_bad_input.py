@@ -28,15 +28,12 @@ def refused(capsys, place, run):
             named = [] if "--resume" in arguments else ["--config", str(config or place.config)]
             arguments = [*named, "--run_dir", str(run), *arguments]
         assert command([str(argument) for argument in arguments]) == 2
-        return error_line(capsys.readouterr())
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
+        return captured.err.strip()
 
     return call
-
-
-def error_line(captured):
-    assert "Traceback" not in captured.out + captured.err
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
-    return captured.err.strip()
 
 
 def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):

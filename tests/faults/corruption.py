@@ -41,12 +41,6 @@ def grow(path: Path, draw: random.Random) -> None:
 DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, cut, empty, delete, grow)
 
 
-def files_of(checkpoint: Path) -> list[Path]:
-    """Its files, without those that are empty already and those that nothing depends on."""
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
-    return [path for path in files if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")]
-
-
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """`count` damages to a checkpoint, in every file in turn."""
     preload(("cartpole",))
@@ -55,7 +49,9 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     Reference.of(kind, folder / kind.name)
     run = folder / kind.name / "uninterrupted"
     newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    names = [path.relative_to(newest) for path in files_of(newest)]
+    unused = ("_CHECKPOINT_METADATA", "commit_success.txt")  # nothing depends on them
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
+    names = [path.relative_to(newest) for path in files if path.name not in unused]
     for number in range(count):
         name, damage = names[number % len(names)], DAMAGES[number // len(names) % len(DAMAGES)]
         yield _noticed(newest, folder / "damaged", name, damage, draw, f"{damage.__name__} {name}")

@@ -35,12 +35,6 @@ def load(tmp_path, architecture, **overrides):
     return model, hf.load_folder(tmp_path / "source", tokenizer=False)
 
 
-def last_logits(loaded, tokens, mask):
-    policy = Policy(loaded.config)
-    variables = {"params": loaded.params}
-    return policy.logits("pd,vd->pv", jax.jit(policy.prefill)(variables, tokens, mask).hidden, policy.head(variables))
-
-
 # For each architecture the changes of config.json, each of which alone changes what the model computes.
 TRAINED = [
     ("qwen2", [dict(tie_word_embeddings=True), dict(rms_norm_eps=0.5), dict(num_key_value_heads=4), THETA, WINDOW]),
@@ -147,7 +141,9 @@ def test_fields_of_config_json_are_honoured(tmp_path, architecture, changes):
         expected = reference.completion_logits(model, batch)
     assert_each_matters(architecture, changes, batch, expected)
     tokens, mask = reference.unshared(*batch)
-    got = last_logits(loaded, tokens[:, :10], mask[:, :10])
+    policy, variables = Policy(loaded.config), {"params": loaded.params}
+    states = jax.jit(policy.prefill)(variables, tokens[:, :10], mask[:, :10]).hidden
+    got = policy.logits("pd,vd->pv", states, policy.head(variables))
     np.testing.assert_allclose(got, expected[:, :, 1].reshape(got.shape), atol=1e-4)
 
 

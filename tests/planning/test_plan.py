@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support.imports import ROOT
 from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config.command_line import parse
@@ -242,3 +243,13 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
     assert places == {"policy": "gpu:0", "scorer": "gpu:1"}
     assert main([*pool, "--devices.renderer=gpu:1", "--plan", "--device_memory_gib=16,16"]) == 2
     assert "devices.renderer: expected none for a judge in a pool" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cards", "policy"), [(8, 1), (64, 3), (512, 8)])
+def test_an_example_of_many_cards_counts_them(cards, policy):
+    file = ROOT / "examples" / "many_cards" / f"{cards}.yaml"
+    config = parse(["--config=prompt_enhancement_sd3", f"--config={file}"])
+    drawing, scoring = (config.judges[name].pool.replicas for name in ("renderer", "scorer"))
+    assert policy + drawing + scoring == cards
+    places = {"policy": tuple(f"gpu:{card}" for card in range(policy)), "renderer": ("cpu",), "scorer": ("cpu",)}
+    assert plan.places_of(config, policy) == places

@@ -50,12 +50,6 @@ def test_a_data_set_given_in_python_is_drawn_from_its_table(tmp_path):
         keep_prompts(resumed._replace(prompts=kept._replace(test=())), directory, print)
 
 
-def slow_split(keys, count):
-    """Where each row belongs: prompts ranked by their hash, one by one."""
-    ranked = sorted(set(keys), key=lambda text: hashlib.sha256(text.encode()).digest())
-    return [SPLITS[2] if key in ranked[:count] else SPLITS[key in ranked[count : 2 * count]] for key in keys]
-
-
 @pytest.mark.parametrize("held_out", [0, 7, 0.1])
 def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
     rng = random.Random(3)
@@ -63,7 +57,9 @@ def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
     count = round(held_out * len(set(keys))) if isinstance(held_out, float) else held_out
     parts = load_prompts([{"prompt": key} for key in keys], held_out=held_out)
     found = {row.id: split for split, part in zip(SPLITS, parts, strict=True) for row in part}
-    assert [found[place] for place in range(300)] == slow_split(keys, count)
+    ranked = sorted(set(keys), key=lambda text: hashlib.sha256(text.encode()).digest())
+    expected = [SPLITS[2] if key in ranked[:count] else SPLITS[key in ranked[count : 2 * count]] for key in keys]
+    assert [found[place] for place in range(300)] == expected
     assert all([row.id for row in part] == sorted(row.id for row in part) for part in parts)
     rng.shuffle(keys)  # the choice depends on no order
     again = load_prompts([{"prompt": key} for key in keys], held_out=held_out)

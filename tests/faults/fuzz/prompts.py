@@ -24,7 +24,9 @@ def _case(folder: Path, rng: random.Random, number: str):
     records = [_record(rng) for _ in range(rng.choice([1, 4, 12]))]
     kind = rng.choice(["jsonl", "jsonl", "jsonl", "txt", "records"])
     if rng.random() < 0.7:
-        _change(rng, records)
+        record = rng.choice(records)
+        name = rng.choice(["prompt", "split", "images", "completions", "wish", str(odd_value(rng, 9))])
+        record[name] = odd_value(rng)
     if kind == "records":
         return f"{number} records", lambda: _used(load_prompts(records))
     ending = rng.choice(["\n", "\n", "\r\n", "\r", "\u2028"])
@@ -52,9 +54,3 @@ def _record(rng: random.Random) -> dict:
     if rng.random() < 0.5:
         record["wish"] = rng.choice([1, 2.5, "a", ["x"], {"y": 1}, None])
     return record
-
-
-def _change(rng: random.Random, records: list[dict]) -> None:
-    record = rng.choice(records)
-    name = rng.choice(["prompt", "split", "images", "completions", "wish", str(odd_value(rng, 9))])
-    record[name] = odd_value(rng)

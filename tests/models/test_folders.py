@@ -91,7 +91,7 @@ def assert_same_logits(model, config, params, tokens):
 
 SOURCES = {
     "qwen2": lambda folder: tiny_models.causal_lm(folder, "qwen2", max_shard_size="20KB"),
-    "qwen2_vl": tiny_models.qwen2_vl,
+    "qwen2_vl": tiny_models.qwen_vl,
     "gpt2": lambda folder: as_on_the_hub(reference.folder(folder, "gpt2")),
 }
 
@@ -131,7 +131,7 @@ def test_what_is_loaded_is_donated_to_an_update(qwen):
 
 def test_qwen2_vl_in_the_nested_naming(tmp_path):
     """`model.language_model.*` and `model.visual.*`, as some newer folders name them."""
-    source = tiny_models.qwen2_vl(tmp_path / "source")
+    source = tiny_models.qwen_vl(tmp_path / "source")
     renamed = {}
     for name, tensor in tensors(source).items():
         name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name

@@ -1,6 +1,6 @@
 """Tiny random models, written as the folders their real counterparts are published as.
 
-Every function takes the folder to write and returns it. Weights are random but fixed by `seed`.
+Every function takes the folder to write and returns it. Weights are random but fixed.
 """
 
 import json
@@ -26,6 +26,14 @@ VAE = dict(
     latent_channels=4,
     sample_size=32,
 )
+TWO_LAYERS = dict(depth=2, hidden_size=16, out_hidden_size=32, intermediate_size=24)
+TOWERS = {
+    "qwen2_vl": dict(depth=1, embed_dim=16, hidden_size=32, mlp_ratio=2),
+    # a layer with windows of 2 x 2 merged tokens and one without
+    "qwen2_5_vl": TWO_LAYERS | dict(window_size=16, fullatt_block_indexes=[1]),
+    # the first layer is deepstack's; 8 x 8 positions
+    "qwen3_vl": TWO_LAYERS | dict(num_position_embeddings=64, deepstack_visual_indexes=[0]),
+}
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.!-'"
 
 
@@ -56,24 +64,7 @@ def causal_lm(folder, architecture: str = "qwen2", *, seed: int = 0, max_shard_s
     return _save_language_model(model, tokenizer, folder, max_shard_size)
 
 
-def qwen2_vl(folder, *, seed: int = 0) -> Path:
-    """A random `Qwen2VLForConditionalGeneration` folder with a tokenizer; its vision tower has one layer."""
-    return qwen_vl(folder, "qwen2_vl", seed=seed, depth=1, embed_dim=16, hidden_size=32, mlp_ratio=2)
-
-
-def qwen2_5_vl(folder, *, seed: int = 0) -> Path:
-    """The same of Qwen2.5-VL; its tower has a layer with windows of 2 x 2 merged tokens and one without."""
-    tower = dict(depth=2, hidden_size=16, out_hidden_size=32, intermediate_size=24)
-    return qwen_vl(folder, "qwen2_5_vl", seed=seed, window_size=16, fullatt_block_indexes=[1], **tower)
-
-
-def qwen3_vl(folder, *, seed: int = 0) -> Path:
-    """The same of Qwen3-VL; its tower has two layers, the first of which is deepstack's, and 8 x 8 positions."""
-    tower = dict(depth=2, hidden_size=16, out_hidden_size=32, intermediate_size=24)
-    return qwen_vl(folder, "qwen3_vl", seed=seed, num_position_embeddings=64, deepstack_visual_indexes=[0], **tower)
-
-
-def qwen_vl(folder, architecture: str, *, seed: int = 0, **tower) -> Path:
+def qwen_vl(folder, architecture: str = "qwen2_vl") -> Path:
     """A random Qwen-VL folder with a tokenizer."""
     config_class, model_class, _, sections = torch_reference.VISION[architecture]
     tokenizer = chat_tokenizer(VISION_TOKENS)
@@ -83,11 +74,11 @@ def qwen_vl(folder, architecture: str, *, seed: int = 0, **tower) -> Path:
     config = config_class(
         text_config=_text_fields(architecture, tokenizer)
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}},
-        vision_config=dict(num_heads=2, patch_size=4) | tower,
+        vision_config=dict(num_heads=2, patch_size=4) | TOWERS[architecture],
         tie_word_embeddings=False,
         **ids,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return _save_language_model(model_class(config), tokenizer, folder, "1GB")
 
 
@@ -111,16 +102,16 @@ def _save_language_model(model, tokenizer, folder, max_shard_size: str) -> Path:
     return Path(folder)
 
 
-def clip_tokenizer(window: int = 77) -> CLIPTokenizer:
+def clip_tokenizer() -> CLIPTokenizer:
     """CLIP's tokenizer with letters for words; the end token has the highest id, as in the real one."""
     pieces = list(LETTERS) + [letter + "</w>" for letter in LETTERS] + ["<|startoftext|>", "<|endoftext|>"]
     merges = [("r", "e"), ("re", "d</w>"), ("o", "f</w>"), ("d", "o"), ("do", "g</w>")]
     pieces[-2:-2] = ["".join(pair) for pair in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=window)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
 
 
-def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int = 0) -> Path:
+def stable_diffusion_3(folder, *, t5: bool = True) -> Path:
     """A random `StableDiffusion3Pipeline` folder: 16×16 pictures, two CLIP encoders and perhaps a T5."""
     from diffusers import (
         AutoencoderKL,
@@ -130,8 +121,8 @@ def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int =
     )
     from transformers import CLIPTextModelWithProjection
 
-    torch.manual_seed(seed)
-    tokenizers = clip_tokenizer(window), clip_tokenizer(window)
+    torch.manual_seed(0)
+    tokenizers = clip_tokenizer(), clip_tokenizer()
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
@@ -202,20 +193,20 @@ def tiny_t5(d_model: int):
     return tokenizer, T5EncoderModel(config).eval()
 
 
-def clip(folder, *, window: int = 77, image_size: int = 24, seed: int = 0, preprocess: dict | None = None) -> Path:
+def clip(folder) -> Path:
     """A random open_clip folder (`local-dir:` form) with a ViT tower and its own tokenizer."""
     import open_clip
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = clip_tokenizer(window)
+    tokenizer = clip_tokenizer()
     tokenizer.save_pretrained(folder)
     model_cfg = {
         "embed_dim": 16,
-        "vision_cfg": {"image_size": image_size, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+        "vision_cfg": {"image_size": 24, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
         "text_cfg": {
-            "context_length": window,
+            "context_length": 77,
             "vocab_size": len(tokenizer),
             "width": 32,
             "heads": 2,
@@ -224,25 +215,25 @@ def clip(folder, *, window: int = 77, image_size: int = 24, seed: int = 0, prepr
         },
     }
     preprocess_cfg = {
-        "size": image_size,
+        "size": 24,
         "mean": [0.48145466, 0.4578275, 0.40821073],
         "std": [0.26862954, 0.26130258, 0.27577711],
         "interpolation": "bicubic",
         "resize_mode": "shortest",
     }
-    config = {"model_cfg": model_cfg, "preprocess_cfg": preprocess_cfg | (preprocess or {})}
+    config = {"model_cfg": model_cfg, "preprocess_cfg": preprocess_cfg}
     (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2))
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = open_clip.CLIP(**{k: v for k, v in model_cfg.items() if k != "embed_dim"}, embed_dim=16)
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "open_clip_model.safetensors")
     return folder
 
 
-def dinov2(folder, *, seed: int = 0) -> Path:
+def dinov2(folder) -> Path:
     """A random Dinov2 folder that takes pictures of 28 x 28 pixels."""
     from transformers import Dinov2Config, Dinov2Model
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Dinov2Config(
         image_size=28, patch_size=14, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2
     )
@@ -252,7 +243,7 @@ def dinov2(folder, *, seed: int = 0) -> Path:
     return Path(folder)
 
 
-def clip_model(folder, *, seed: int = 0) -> Path:
+def clip_model(folder) -> Path:
     """A random `CLIPModel` folder of transformers, laid out like PickScore's, that takes pictures of 24 x 24 pixels."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
@@ -263,14 +254,14 @@ def clip_model(folder, *, seed: int = 0) -> Path:
         vision_config=dict(**tower, num_attention_heads=2, image_size=24, patch_size=8, projection_dim=16),
         projection_dim=16,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     CLIPModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     CLIPImageProcessor(size={"shortest_edge": 24}, crop_size=24).save_pretrained(folder)
     return Path(folder)
 
 
-def detector(folder, names=("dog", "mouse", "red ball"), *, seed: int = 0) -> Path:
+def detector(folder, names=("dog", "mouse", "red ball")) -> Path:
     """A random YOLOS folder that finds eight objects of some kinds in pictures of any size."""
     from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
 
@@ -280,20 +271,20 @@ def detector(folder, names=("dog", "mouse", "red ball"), *, seed: int = 0) -> Pa
         id2label=dict(enumerate(names)),
         label2id={name: number for number, name in enumerate(names)},
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     YolosForObjectDetection(config).save_pretrained(folder)
     YolosImageProcessor(size={"shortest_edge": 24, "longest_edge": 48}).save_pretrained(folder)
     return Path(folder)
 
 
-def reward_model(folder, *, seed: int = 0, **overrides) -> Path:
+def reward_model(folder, **overrides) -> Path:
     """A random `Qwen2ForSequenceClassification` folder with a chat template and one output."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     tokenizer = chat_tokenizer()
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     fields = dict(vocab_size=VOCAB_SIZE, num_key_value_heads=2, num_labels=1, **sizes, **_ids(tokenizer)) | overrides
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     Qwen2ForSequenceClassification(Qwen2Config(**fields)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)

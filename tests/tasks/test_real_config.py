@@ -31,7 +31,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 def models(tmp_path_factory):
     """Folders of the kinds that the config names: Qwen2-VL in bfloat16, SD3 with three encoders, open_clip."""
     folder = tmp_path_factory.mktemp("models")
-    policy = tiny_models.qwen2_vl(folder / "policy")
+    policy = tiny_models.qwen_vl(folder / "policy")
     _to_bfloat16(policy)
     return {
         "policy": policy,

@@ -106,7 +106,7 @@ def test_peft_computes_what_we_compute(world, tmp_path):
 
 
 def test_broken_towers_are_named(tmp_path):
-    source = tiny_models.qwen2_5_vl(tmp_path / "source")
+    source = tiny_models.qwen_vl(tmp_path / "source", "qwen2_5_vl")
     whole = load_file(source / "model.safetensors")
     name = "visual.blocks.0.mlp.up_proj.weight"
 

@@ -34,7 +34,7 @@ SETTINGS = {
 
 def seeing_folder(folder, architecture: str = "qwen2_vl", *, template: str | None = TEMPLATE, **settings) -> Path:
     """A random Qwen-VL folder with a processor whose pictures have at most 16 tokens, of 8 x 8 pixels each."""
-    folder = getattr(tiny_models, architecture)(folder)
+    folder = tiny_models.qwen_vl(folder, architecture)
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | settings))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

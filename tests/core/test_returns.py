@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.core.returns import (
-    discounted_returns,
-    gae_advantages,
-    kl_penalised_rewards,
-    normalised_returns,
-)
+from grpo_jax.core.returns import discounted_returns, gae_advantages, kl_penalised_rewards, normalised_returns
 
 pytestmark = pytest.mark.usefixtures("strict")
 

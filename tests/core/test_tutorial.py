@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from support.compiled import compiled
 
-from grpo_jax.core.advantages import (
-    Condition,
-    condition_rewards,
-    gdpo_advantages,
-    group_advantages,
-    sum_rewards,
-)
+from grpo_jax.core.advantages import Condition, condition_rewards, gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.core.kl import KLPenalty
 from grpo_jax.core.losses import grpo_loss
 from grpo_jax.core.selection import groups_with_signal

@@ -168,10 +168,7 @@ def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
         ({}, "task.environment: expected a function with sampling.turns above 1"),
         ({"sampling.turns": 1, "task.environment": "a.py:b"}, "sampling.turns: expected at least 2 with task.env"),
         ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
-        (
-            {"sampling.max_observation_tokens": 1, "task.environment": f"{CALCULATOR}:step"},
-            "_observation_tokens is 1",
-        ),
+        ({"sampling.max_observation_tokens": 1, "task.environment": f"{CALCULATOR}:step"}, "_observation_tokens is 1"),
     ],
 )
 def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):

@@ -123,11 +123,7 @@ def test_what_passes_is_tried_again(step):
         (["slow body"] * 3, r"^no whole answer within 0\.5 s, 3 attempts, http://127", 3),
         ([404], r"HTTP 404 Not Found, http://127", 1),
         ([307], r"HTTP 307 Temporary Redirect, http://127", 1),
-        (
-            [b"<html>welcome</html>"],
-            r'it must answer {"scores": \[...\]}, .* got <html>welcome</html>',
-            1,
-        ),
+        ([b"<html>welcome</html>"], r'it must answer {"scores": \[...\]}, .* got <html>welcome</html>', 1),
         ([b'{"scores": [1, 2]}'], "one for each of 1 completions, got .*2", 1),
     ],
 )

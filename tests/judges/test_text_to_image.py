@@ -230,11 +230,7 @@ def test_lora_weights_are_those_of_diffusers(kind, folders, load, tmp_path):
     ("kind", "fields", "message"),
     [
         ("SanaPipeline", {"negative_prompt": "cats"}, "negative_prompt: expected empty, or guidance and eval_guidance"),
-        (
-            "StableDiffusionPipeline",
-            {"max_sequence_length": 99},
-            "max_sequence_length: expected its default",
-        ),
+        ("StableDiffusionPipeline", {"max_sequence_length": 99}, "max_sequence_length: expected its default"),
         ("FluxPipeline", {"lora": "./nowhere"}, r"no such folder: \./nowhere"),
         ("FluxPipeline", {"path": "./nowhere"}, r"no such folder: \./nowhere"),
     ],

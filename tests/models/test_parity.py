@@ -50,19 +50,13 @@ TRAINED = [
         ],
     ),
     ("gpt2", [dict(layer_norm_epsilon=0.5), dict(scale_attn_by_inverse_layer_idx=True)]),
-    (
-        "smollm3",
-        [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)],
-    ),
+    ("smollm3", [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)]),
     ("phi3", [dict(sliding_window=3), dict(rope_parameters=reference.LONGROPE | SU)]),
     (
         "qwen3_moe",
         [dict(norm_topk_prob=True), dict(num_experts_per_tok=3), dict(use_sliding_window=True, sliding_window=3)],
     ),
-    (
-        "gemma2",
-        [dict(query_pre_attn_scalar=100), dict(hidden_activation="silu")],
-    ),
+    ("gemma2", [dict(query_pre_attn_scalar=100), dict(hidden_activation="silu")]),
     (
         "gemma3_text",
         [

@@ -58,10 +58,7 @@ def without(fields, name):
         (GPT2 | dict(activation_function="swoosh"), "activation_function.*swoosh"),
         (GPT2 | dict(n_head=5), "n_embd: expected a multiple of n_head=5, got 768"),
         (GPT2 | dict(n_layer=None), "lacks n_layer"),
-        (
-            MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]),
-            "layer_types: expected sliding_",
-        ),
+        (MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: expected sliding_"),
         (LLAMA | dict(rope_scaling=dict(type="linear", factor=0)), "rope_parameters.factor: expected a finite number"),
         (QWEN2 | dict(layer_types="full_attention"), "layer_types: expected a list of names"),
         (QWEN2 | dict(model_type="qwen2_vl", text_config=[1]), "text_config: expected a table of fields"),

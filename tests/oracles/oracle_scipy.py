@@ -6,12 +6,7 @@ from oracles.oracle import Case, Compared, policy_batch
 from scipy import special, stats
 from sklearn.metrics import explained_variance_score
 
-from grpo_jax.core.advantages import (
-    batch_whitened_advantages,
-    gdpo_advantages,
-    group_advantages,
-    groups_without_signal,
-)
+from grpo_jax.core.advantages import batch_whitened_advantages, gdpo_advantages, group_advantages, groups_without_signal
 from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.masking import masked_mean, masked_std
 from grpo_jax.core.ppo import value_loss

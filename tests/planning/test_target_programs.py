@@ -29,10 +29,7 @@ QWEN2 = LAYER | {"model_type": "qwen2", "vocab_size": 2048, "num_key_value_heads
 HALF_BILLION = (
     QWEN2
     | {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
-    | {
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    }
+    | {"num_key_value_heads": 2, "vocab_size": 151936}
 )
 MARKS = {"image_token_id": 2000, "video_token_id": 2001, "vision_start_token_id": 2002, "vision_end_token_id": 2003}
 TOWER = {"depth": 1, "num_heads": 4, "hidden_size": 256, "patch_size": 14}

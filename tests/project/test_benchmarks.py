@@ -81,10 +81,7 @@ def padded(array: np.ndarray) -> np.ndarray:
 
 
 def test_the_group_algorithm_has_our_loss_and_gradient():
-    config = CartPoleConfig(
-        task=CartPole(),
-        algorithm=CartPoleAlgorithm(epochs=1, group_size=4),
-    )
+    config = CartPoleConfig(task=CartPole(), algorithm=CartPoleAlgorithm(epochs=1, group_size=4))
     _, _, old = network(1, 1.0)
     ours, params, theirs = network(2, 1.0)
     steps = play(5, old, 8)
@@ -113,10 +110,7 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
 
 def test_ppo_has_our_loss_and_gradient(monkeypatch):
     monkeypatch.setattr(training, "MINIBATCHES", 1)
-    config = CartPoleConfig(
-        task=CartPole(),
-        algorithm=CartPoleAlgorithm(name="ppo", epochs=1),
-    )
+    config = CartPoleConfig(task=CartPole(), algorithm=CartPoleAlgorithm(name="ppo", epochs=1))
     _, _, old = network(1, 1.0)
     ours, params, policy = network(2, 1.0)
     critic, value_params, value = network(3, 1.0)

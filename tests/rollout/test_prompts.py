@@ -7,15 +7,7 @@ import pytest
 from support.marked_tokenizers import TOKENIZERS
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import (
-    Row,
-    batch_at,
-    batches_per_epoch,
-    epoch_order,
-    like_batch_at,
-    noise_seed,
-    repeat_rows,
-)
+from grpo_jax.rollout.data import Row, batch_at, batches_per_epoch, epoch_order, like_batch_at, noise_seed, repeat_rows
 from grpo_jax.rollout.encoding import as_is, completion_statistics, continued, make_decode
 from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 
@@ -81,11 +73,7 @@ def test_bad_lines_are_named(tmp_path, line, reason):
         ("none.jsonl", None, "does not exist"),
         ("a\0b.txt", None, "does not exist"),
         (f"{'x' * 5000}.jsonl", None, "does not exist"),
-        (
-            "latin.jsonl",
-            b'{"prompt": "a"}\n{"prompt": "\xff"}\n',
-            "line 2: not UTF-8 text; save it as UTF-8",
-        ),
+        ("latin.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: not UTF-8 text; save it as UTF-8"),
         ("latin.csv", b"prompt\na\n\xff\n", "latin.csv: line 3: not UTF-8 text"),
         ("nul.txt", "fine\nnot\0fine\n", r"line 2: 'not.x00fine' holds a NUL character"),
         ("empty.jsonl", "", "expected at least one prompt"),

@@ -93,11 +93,7 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
             ("--run", str(finished), "--checkpoint=77"): "no checkpoint '77'",
             ("--run", str(finished), "--beside=77"): "--beside: expected one of final, best, 6, ",
             ("--run", str(finished), f"--port={free}"): f"--port: cannot listen on 127.0.0.1:{free}",
-            (
-                "--run",
-                str(finished),
-                "--port=99999",
-            ): "--port: expected a number from 1 to 65535, got 99999",
+            ("--run", str(finished), "--port=99999"): "--port: expected a number from 1 to 65535, got 99999",
         }
         for arguments, says in refused.items():
             assert demo.main(arguments) == 2

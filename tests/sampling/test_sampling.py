@@ -233,13 +233,7 @@ def test_one_bucket_compiles_once():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("group_size", 0),
-        ("temperature", float("nan")),
-        ("top_k", -1),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
-    ],
+    [("group_size", 0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 1.1), ("min_p", -0.1)],
 )
 def test_wrong_parameters_are_named(field, value):
     with pytest.raises(ValueError, match=field):

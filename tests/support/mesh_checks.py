@@ -18,14 +18,7 @@ from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import (
-    OverPrompts,
-    make_mesh,
-    shard,
-    shard_batch,
-    shard_optimizer,
-    shardings,
-)
+from grpo_jax.models.sharding import OverPrompts, make_mesh, shard, shard_batch, shard_optimizer, shardings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.models.vision.tower import Tower, encode_pictures, init_tower

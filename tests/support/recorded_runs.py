@@ -104,11 +104,7 @@ def record(names: list[str]) -> dict[str, dict]:
                 raise SystemExit(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
             metrics = rows(run)
             summary = json.loads((run / "summary.json").read_text())
-            records[name] = {
-                "metrics": metrics,
-                "evaluation": summary["evaluation"],
-                "weights": weights_of(run),
-            }
+            records[name] = {"metrics": metrics, "evaluation": summary["evaluation"], "weights": weights_of(run)}
             print(f"{name}: {len(metrics)} rows, {len(records[name]['weights'])} arrays", flush=True)
     return records
 

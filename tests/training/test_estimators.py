@@ -8,13 +8,7 @@ from support import tiny_update
 
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
-from grpo_jax.training.estimators import (
-    OVERLONG,
-    Objectives,
-    estimate_advantages,
-    make_objectives,
-    signal_metrics,
-)
+from grpo_jax.training.estimators import OVERLONG, Objectives, estimate_advantages, make_objectives, signal_metrics
 from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
 

@@ -75,11 +75,7 @@ def test_every_field_that_changes_the_tower_is_honoured():
         ("qwen2_vl", dict(num_heads=3), "num_heads: expected a divisor of the width"),
         ("qwen2_vl", dict(hidden_act="swoosh"), "vision_config.hidden_act: expected one of .*swoosh"),
         ("qwen2_vl", dict(model_type="siglip"), "model_type='siglip'"),
-        (
-            "qwen2_vl",
-            dict(rope_parameters=dict(rope_type="yarn")),
-            "rope_type: .* got 'yarn'",
-        ),
+        ("qwen2_vl", dict(rope_parameters=dict(rope_type="yarn")), "rope_type: .* got 'yarn'"),
         ("qwen2_vl", dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
         ("qwen2_vl", dict(patch_size=[14, 14]), r"patch_size: expected a whole number .* got \[14, 14\]"),
         ("qwen2_5_vl", dict(window_size=20), "window_size: expected a merged token or more, got 20"),

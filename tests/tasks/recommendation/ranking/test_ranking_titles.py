@@ -23,11 +23,7 @@ from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 
 RUN = {
-    "task": {
-        "kind": "recommendation",
-        "writes": "title",
-        "template": "{last}",
-    },
+    "task": {"kind": "recommendation", "writes": "title", "template": "{last}"},
     "policy": {"path": "new", "new": {"width": 16, "layers": 1, "heads": 2, "window": 16}, "remat": "none"},
     "sft": {"steps": 8, "batch": 16, "learning_rate": 5e-3},
     "sampling": {"group_size": 8, "max_new_tokens": 5},

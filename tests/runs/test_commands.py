@@ -93,16 +93,22 @@ def test_commands_show_jax_the_card_of_the_policy_alone(cards, shown, finished, 
     assert seen == [shown] * (3 if cards else 2)
 
 
-def test_judges_round_products_as_the_policy_does(place, tmp_path, monkeypatch):
+def test_judges_round_products_as_the_policy_does(place, tmp_path):
     torch = pytest.importorskip("torch")
     (tmp_path / "mine.py").write_text("def mine(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
     small = ["--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.every=0", "--data.held_out=0"]
     judge = ["--judges.mine=function", f"--judges.mine.name={tmp_path / 'mine.py'}:mine"]
     parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    for part in parts:
-        monkeypatch.setattr(part, "allow_tf32", True)
-    assert train_here(place.config, tmp_path / "run", *small, *judge, "--policy.matmul_precision=highest") == 0
-    assert [part.allow_tf32 for part in parts] == [False] * 2
+    before = [part.allow_tf32 for part in parts]
+    try:
+        for part in parts:
+            part.allow_tf32 = True
+        options = [*small, *judge, "--policy.matmul_precision=highest"]
+        assert train_here(place.config, tmp_path / "run", *options) == 0
+        assert [part.allow_tf32 for part in parts] == [False] * 2
+    finally:
+        for part, allowed in zip(parts, before, strict=True):
+            part.allow_tf32 = allowed
 
 
 def test_evaluate_repeats_what_the_run_measured(finished, capsys):

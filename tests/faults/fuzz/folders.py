@@ -115,8 +115,8 @@ def _field(rng: random.Random, folder: Path, trace: Path) -> str:
     path = _texts(rng, folder) or folder / "config.json"
     content = json.loads(path.read_text())
     found = places(content)
-    *path, key = rng.choice(found[:200] if rng.random() < 0.7 else found)
-    inner = entry(content, path)
+    *outer, key = rng.choice(found[:200] if rng.random() < 0.7 else found)
+    inner = entry(content, outer)
     if isinstance(inner, dict) and rng.random() < 0.2:
         del inner[key]
     else:

@@ -19,7 +19,6 @@ from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.session import MISSING_ITERATIONS, SCORE, Record
 from grpo_jax.tasks.task import of_turns
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
-from grpo_jax.training.state import TrainState
 
 if TYPE_CHECKING:
     from grpo_jax.runs.loading import RunContext
@@ -133,7 +132,7 @@ def iteration_row(
     return row
 
 
-def update_metrics(report: Record, learning_rate: float, state: TrainState) -> Record:
+def update_metrics(report: Record, learning_rate: float) -> Record:
     """Return the update's part of a metrics row, with a value head's measures if there is one."""
     parts, measured = report["metrics"], report["measured"]
     policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
@@ -163,8 +162,7 @@ def update_metrics(report: Record, learning_rate: float, state: TrainState) -> R
         }
     named = ("importance_weight", "importance_clipped")
     row |= {name: float(measured[name]) for name in named if name in measured}
-    row["learning_rate"] = learning_rate
-    return row if state.loss_scale is None else {**row, "loss_scale": float(state.loss_scale.scale)}
+    return {**row, "learning_rate": learning_rate}
 
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:

@@ -210,7 +210,7 @@ class Trainer:
             self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
             seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
             self.state = self.learner.refresh(self.state, i)
-            learned = update_metrics(report, rate, self.state)
+            learned = update_metrics(report, rate)
             row = iteration_row(ctx, i, drawn, learned, seconds, started)
             streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
             notes = {**self.progress.notes, **streaks}

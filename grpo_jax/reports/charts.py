@@ -125,21 +125,11 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
     }
 
 
-def drawn_charts(rows: Rows, starts: Sequence[int], display: Display) -> list[Values]:
-    """Return a run's charts with a point; `starts` are the iterations done when a process began."""
-    drawn = [*(draw(chart, rows) for chart in charts_of(rows, display)), _draw_seconds(rows, starts)]
-    return [chart for chart in drawn if chart]
-
-
-def _draw_seconds(rows: Rows, starts: Sequence[int]) -> Values | None:
-    """Draw seconds without iterations that compiled, which would set the scale; the note has theirs."""
-    first = {start + 1 for start in starts}
-    compiled = [
-        f"iteration {row['step']} with {number(row.get('seconds/total'))} s" for row in rows if row["step"] in first
-    ]
-    note = f"Left out, for then programs are compiled: {', '.join(compiled)}." if compiled else ""
-    curves = [curve for curve in _group(rows, "seconds/") if curve.label != "total"]
-    return draw(Chart("Seconds per iteration", tuple(curves), note), [row for row in rows if row["step"] not in first])
+def drawn_charts(rows: Rows, display: Display) -> list[Values]:
+    """Return a run's charts with a point; seconds without the first iteration, which compiles and sets no scale."""
+    stages = tuple(curve for curve in _group(rows, "seconds/") if curve.label != "total")
+    seconds = draw(Chart("Seconds per iteration", stages, "Without the first iteration, which compiles."), rows[1:])
+    return [chart for chart in (*(draw(chart, rows) for chart in charts_of(rows, display)), seconds) if chart]
 
 
 def _group(rows: Rows, prefix: str, suffix: str = "", *, sparse: bool = False) -> list[Curve]:

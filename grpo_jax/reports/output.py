@@ -122,17 +122,14 @@ class RunOutput:
                 self._services.remove(service)
                 self.warning(f"no more events for {type(service).__name__}: {one_line(error)}")
 
-    def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
-        """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run.
-
-        `starts` are the iterations done when a process began: the one after compiles.
-        """
+    def finish(self, finished: Finished, *, config: Any) -> None:
+        """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run."""
         self._end_line()
         summary = finished.summary
         if self.directory.policy.is_dir():
             write_card(self.directory.policy, base=config.policy.path)
         self.directory.write_images(finished.gallery, finished.episodes)
-        end = RunEnd(finished.gallery, finished.episodes, finished.tables, starts, to_yaml(config))
+        end = RunEnd(finished.gallery, finished.episodes, finished.tables, to_yaml(config))
         write_end(self.directory, end)
         write_report(self.directory, self._display, summary=summary)
         self._tell(lambda service: service.finish(summary, finished.gallery))

@@ -235,16 +235,12 @@ class RunDirectory:
         write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
 
     def write_images(self, gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry]) -> None:
-        """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), 000_turn_1.png, …."""
+        """Write the drawn pictures: images/000_before.png, 000_after.png, 000_turn_1.png, …."""
         drawn: dict[str, np.ndarray | None] = {}
         for index, entry in enumerate(gallery):
             drawn |= {f"{index:03d}_before": entry.before, f"{index:03d}_after": entry.after}
-            drawn |= _numbered(f"{index:03d}_shown", entry.shown)
         for index, episode in enumerate(episodes):
-            drawn |= _numbered(f"{index:03d}_episode_shown", episode.pictures)
-            for number, turn in enumerate(episode.turns, 1):
-                drawn[f"{index:03d}_turn_{number}"] = turn.image
-                drawn |= _numbered(f"{index:03d}_turn_{number}_shown", turn.pictures)
+            drawn |= {f"{index:03d}_turn_{number}": turn.image for number, turn in enumerate(episode.turns, 1)}
         for name, picture in drawn.items():
             if picture is not None:
                 with disk_errors(self.images):
@@ -329,7 +325,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     with suppress(OSError, ValueError):
         for folder in folders:
             folder.rmdir()
-
-
-def _numbered(name: str, pictures: Sequence[np.ndarray]) -> dict[str, np.ndarray | None]:
-    return {f"{name}_{number}": picture for number, picture in enumerate(pictures)}

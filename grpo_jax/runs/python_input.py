@@ -69,10 +69,6 @@ def load_given(
     return ctx
 
 
-class _NotKept(Exception):
-    """Prompts that are not written beside the run, and why."""
-
-
 def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:
     """Write the rows to prompts.jsonl; UserError if a resumed run began with other rows."""
     if source.prompts is None:
@@ -86,7 +82,8 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
                 if any(stored != line for stored, line in itertools.zip_longest(file, _lines(prompts))):
                     again = f"{directory.path} began with; leave prompts out"
                     raise UserError(f"--resume: the prompts are not those that {again}")
-    except _NotKept as lost:
+    except TypeError as error:
+        lost = f"a column is no JSON ({one_line(error)})"
         warning(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
 
 
@@ -94,11 +91,6 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
-            for name, value in row.columns.items():
-                if not _is_json(value):
-                    raise _NotKept(
-                        f"column {name!r} of row {row.id} holds what JSON does not keep, such as a tuple or an array"
-                    )
             line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
             if row.pictures:
                 line["pictures"] = [as_text(source) for source in row.pictures]
@@ -210,11 +202,3 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
         named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
         resolved.append(configured.get(label, RewardSection(name=label)).replace(**named))
     return resolved
-
-
-def _is_json(value: object) -> bool:
-    """Return whether a value comes back from JSON as it was, NaN included."""
-    try:
-        return repr(json.loads(json.dumps(value))) == repr(value)
-    except (TypeError, ValueError, RecursionError):
-        return False

@@ -182,9 +182,7 @@ def test_columns_that_are_no_json_are_not_kept_and_said(config, tmp_path, capsys
     short = config(folder, evaluation={"every": 0, "samples": 0})
     short = short.replace(training=short.training.replace(max_steps=1))
     run(short, prompts=records, rewards=[wished])
-    assert (
-        "a column is no JSON (Object of type set is not JSON serializable): " in capsys.readouterr().out
-    )
+    assert "a column is no JSON (Object of type set is not JSON serializable): " in capsys.readouterr().out
     assert evaluate.main(["--run", str(folder)]) == 2
     assert "prompts.jsonl does not keep them: call run(config, prompts=...) again" in capsys.readouterr().err
     with pytest.raises(UserError, match="reward wished: run\\(\\) was given this function in Python"):

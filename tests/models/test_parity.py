@@ -126,8 +126,7 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, architectur
 # What cannot stand beside the changes above.
 PREFILLED = [
     ("llama", [dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))]),
-    ("llama", [dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0, truncate=False))]),
-    ("llama", [dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))]),
+    ("llama", [dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0))]),
     ("mistral", [dict(sliding_window=3)]),
     ("smollm3", [dict(layer_types=["full_attention", "sliding_attention"])]),
     ("gemma2", [dict(final_logit_softcapping=None)]),

@@ -12,7 +12,7 @@ from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PolicyS
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VISUAL
-from grpo_jax.models.vision.pictures import Picture, pack_pictures
+from grpo_jax.models.vision.pictures import Picture, pack_rows
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import Objectives
@@ -50,7 +50,7 @@ def encode(case: work.Case, loaded, processor, iteration: int):
     encoded = processor(images=work.pictures(case, iteration), text=marked, return_tensors="np")
     grids = [(int(height), int(width)) for _, height, width in encoded["image_grid_thw"]]
     patches = np.split(encoded["pixel_values"], np.cumsum([height * width for height, width in grids])[:-1])
-    pictures = pack_pictures([[Picture(*one)] for one in zip(patches, grids, strict=True)], loaded.config.vision)
+    pictures = pack_rows([[Picture(*one)] for one in zip(patches, grids, strict=True)], loaded.config.vision)
     return encoded["input_ids"], encoded["attention_mask"].astype(bool), pictures
 
 

@@ -62,7 +62,7 @@ class RunOutput:
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
         try:
             if not config.resume:
-                self.directory.write_config(to_yaml(config))
+                write_atomically(self.directory.config, to_yaml(config))
             self.console = Console(self.directory.log, stream=stream)
         except BaseException:
             self.directory.take_back()
@@ -133,7 +133,8 @@ class RunOutput:
         write_end(self.directory, end)
         write_report(self.directory, self._display, summary=summary)
         self._tell(lambda service: service.finish(summary, finished.gallery))
-        self.directory.write_summary(summary)  # last: a run that has one is complete
+        text = json.dumps(finite(summary), indent=2)
+        write_atomically(self.directory.summary, f"{text}\n")  # last: a run that has one is complete
         self.info()
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.info(line)

@@ -226,14 +226,6 @@ class RunDirectory:
                 raise UserError(f"{self.path} is not empty; continue it with --resume or choose another --run_dir")
         return began
 
-    def write_config(self, text: str) -> None:
-        """Write config.yaml."""
-        write_atomically(self.config, text)
-
-    def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write summary.json; numbers that are not finite become null."""
-        write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
-
     def write_images(self, gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry]) -> None:
         """Write the drawn pictures: images/000_before.png, 000_after.png, 000_turn_1.png, …."""
         drawn: dict[str, np.ndarray | None] = {}

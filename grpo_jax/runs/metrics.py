@@ -108,7 +108,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
         plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
         same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
         where = "rewards" if place < len(rewards.sections) else "eval_rewards"
-        expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
+        expected = "a name that no other measure of the run has (set a reward's label; in Python: {'name': function})"
         of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
         require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)
 

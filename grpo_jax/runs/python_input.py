@@ -6,7 +6,6 @@ same functions, where they can be imported.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,14 +57,14 @@ def load_given(
     """Load a run; name what was given in Python in its config, and keep prompts beside it."""
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
-        output.directory.write_config(to_yaml(given.config))
+        write_atomically(output.directory.config, to_yaml(given.config))
     on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
     ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving)
     if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
-        output.directory.write_config(to_yaml(ctx.config))
+        write_atomically(output.directory.config, to_yaml(ctx.config))
     return ctx
 
 
@@ -164,7 +163,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
         named = list(rewards.items())
     else:
         functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
-        named = [_named(reward) for reward in functions]
+        named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
     wrong = [short_repr(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
@@ -172,19 +171,9 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if not labels or len(set(labels)) != len(labels):
         raise UserError(
             f"rewards: expected at least one function, each of another name, got {labels}; name them as "
-            "rewards={'name': function}, or as pairs ('name', function)"
+            "rewards={'name': function}"
         )
     return dict(named)
-
-
-def _named(reward: object) -> tuple[str, Any]:
-    """Return a reward with its name: a pair's first, or the function's own, of a partial the inner one's."""
-    if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
-        return reward
-    inner = reward
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    return getattr(inner, "__name__", type(inner).__name__), reward
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:

@@ -21,6 +21,7 @@ from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserErro
 from grpo_jax.models.broadcast import broadcast, is_main_process
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs.directory import write_atomically
 from grpo_jax.runs.processes import versions
 from grpo_jax.tasks.task import Finished
 from grpo_jax.training.update import PATIENCE
@@ -279,7 +280,7 @@ class Session:
         Comes after what may refuse the resume: config.yaml must not keep what was refused.
         """
         if self.config.resume and is_main_process():
-            self.output.directory.write_config(to_yaml(self.config.replace(resume=False)))
+            write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
 
     def save(self, progress: Progress, arrays: Record, *, name: str = "", wait: bool = False) -> None:
         """Write a checkpoint in the background, at once if `wait`; with a `name` under that name too."""

@@ -55,7 +55,7 @@ TRAINED = [
             dict(rope_parameters=LLAMA3),
         ],
     ),
-    ("gpt2", [dict(layer_norm_epsilon=0.5), dict(scale_attn_by_inverse_layer_idx=True)]),
+    ("gpt2", [dict(layer_norm_epsilon=0.5)]),
     (
         "smollm3",
         [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)],
@@ -130,7 +130,7 @@ PREFILLED = [
     ("mistral", [dict(sliding_window=3)]),
     ("smollm3", [dict(layer_types=["full_attention", "sliding_attention"])]),
     ("gemma2", [dict(final_logit_softcapping=None)]),
-    ("gpt2", [dict(scale_attn_weights=False), dict(tie_word_embeddings=False)]),
+    ("gpt2", [dict(tie_word_embeddings=False)]),
     ("qwen2_vl", [dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))]),
     ("qwen2_5_vl", []),
     ("qwen3_vl", []),

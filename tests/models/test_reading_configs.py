@@ -60,6 +60,7 @@ def without(fields, name):
         (GPT2 | dict(activation_function="swoosh"), "activation_function.*swoosh"),
         (GPT2 | dict(n_head=5), "n_embd: expected a multiple of n_head=5, got 768"),
         (GPT2 | dict(n_layer=None), "lacks n_layer"),
+        (GPT2 | dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True is not supported"),
         (
             MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]),
             "layer_types: expected sliding_",

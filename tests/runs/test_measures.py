@@ -168,7 +168,7 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
             run(make_config(values, run_dir=str(tmp_path / name)))
     values["rewards"] = []
     with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: ..name., function"):
-        run(make_config(values, run_dir=str(tmp_path / "python")), rewards=[("score", lambda completions: [])])
+        run(make_config(values, run_dir=str(tmp_path / "python")), rewards={"score": lambda completions: []})
 
 
 def test_no_two_measures_have_one_name():

@@ -296,14 +296,6 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
         )
     except Exception as error:  # of the hub, of HTTP or of the network: each library raises its own
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
-        raise UserError(f"push_to_hub: {_reason(error)}; {folder} is complete, to push it again: {again}") from error
+        reason = one_line(error) or type(error).__name__
+        raise UserError(f"push_to_hub: {reason}; {folder} is complete, to push it again: {again}") from error
     return str(address)
-
-
-def _reason(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    if response is None:
-        return f"the hub cannot be reached ({one_line(error) or type(error).__name__})"
-    answer = getattr(error, "server_message", None) or getattr(response, "reason_phrase", "")
-    hint = {401: ", is the token still valid?", 403: ", may this token write there?"}.get(response.status_code, "")
-    return f"the hub answered {response.status_code} ({one_line(answer)}){hint}"

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 from support.text_task import train_here  # noqa: E402
 
-from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.lora import quantise  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
@@ -24,7 +24,7 @@ def world(request, tmp_path_factory):
     model = reference.model(request.param)
     folder = tmp_path_factory.mktemp(request.param) / "source"
     model.save_pretrained(folder)
-    return model, hf.load_folder(folder, tokenizer=False)
+    return model, load_folder(folder, tokenizer=False)
 
 
 def test_greedy_tokens_are_those_of_transformers(world):
@@ -68,7 +68,7 @@ def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
 @pytest.mark.parametrize(("architecture", "most"), [("gpt2", 64), ("phi3", 32)])
 def test_what_is_longer_than_the_positions_is_refused(tmp_path, architecture, most):
     """Of GPT-2's learned ones, and of longrope's first table. Padding does not count."""
-    loaded = hf.load_folder(reference.folder(tmp_path / "source", architecture), tokenizer=False)
+    loaded = load_folder(reference.folder(tmp_path / "source", architecture), tokenizer=False)
     policy, variables = Policy(loaded.config), {"params": loaded.params}
     sample = make_sampler(policy, SamplingParams(1, 1), eos_ids=(5,), pad_id=0)
     tokens, places = np.ones((1, most + 6), np.int32), np.arange(most + 6)[None]

@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
-from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 
@@ -32,7 +32,7 @@ def load(tmp_path, architecture, **overrides):
     """Torch model and the same weights loaded from its folder."""
     model = reference.model(architecture, **overrides)
     model.save_pretrained(tmp_path / "source")
-    return model, hf.load_folder(tmp_path / "source", tokenizer=False)
+    return model, load_folder(tmp_path / "source", tokenizer=False)
 
 
 def last_logits(loaded, tokens, mask):

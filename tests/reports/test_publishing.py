@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from huggingface_hub import constants
+from support.folders import load_folder
 
 from grpo_jax import export, train
 from grpo_jax.config.run import make_config
-from grpo_jax.models.hf import load_folder
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.tasks.task import Finished
 

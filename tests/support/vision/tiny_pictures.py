@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support import torch_reference as reference
+from support.folders import load_folder
 
-from grpo_jax.models import hf
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, pack_pictures, pack_rows
 
@@ -41,7 +41,7 @@ def seeing(folder, architecture: str, **overrides) -> Seeing:
     """An architecture's random model, and its folder read."""
     model = reference.model(architecture, **overrides)
     model.save_pretrained(folder)
-    return Seeing(model, hf.load_folder(folder, tokenizer=False, vision=True))
+    return Seeing(model, load_folder(folder, tokenizer=False, vision=True))
 
 
 def draw(config: VisionConfig, grids=GRIDS, seed: int = 0) -> list[list[Picture]]:

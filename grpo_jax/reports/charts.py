@@ -13,7 +13,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
 """Where the axes are in page.html's drawing of 320 x 190."""
 _MAX_POINTS = 500
 _MAX_MARKS = 100  # points of a line that show their values under the pointer
-_MOST_LINES = 24  # that `page.stroke` tells apart
 
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
@@ -80,7 +79,7 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
 
     A noisy line is drawn faint with a smooth one over it, a short or sparse one with dots.
     """
-    curves = [(curve, points) for curve in chart.curves if (points := points_of(rows, curve.metric))][:_MOST_LINES]
+    curves = [(curve, points) for curve in chart.curves if (points := points_of(rows, curve.metric))]
     if not curves:
         return None
     xs = [x for _, points in curves for x, _ in points]

@@ -248,11 +248,10 @@ class TensorBoard:
         self._add(step, summary=self._summary(value=values))
         self._writer.flush()
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Leave completions out."""
+    def completions(self, *_: object) -> None:
+        """Leave completions out, and the summary."""
 
-    def finish(self, summary: Values, gallery: Sequence[GalleryEntry]) -> None:
-        """Leave the summary out."""
+    finish = completions
 
     def close(self) -> None:
         """Flush and close."""

@@ -138,10 +138,6 @@ class GPT2Block(nn.Module):
         return x + self.mlp_c_proj(inner), new_keys_values
 
 
-def _final_norm(config: GPT2Config) -> LayerNorm:
-    return LayerNorm(config.layer_norm_eps)
-
-
 def _initial_stddev(config: GPT2Config, name: str) -> float:
     """Smaller for kernels that add to the residual stream, as in the paper."""
     if name in ("attn_c_proj", "mlp_c_proj"):
@@ -154,7 +150,7 @@ GPT2_ARCHITECTURE = Architecture(
     config=GPT2Config,
     read=GPT2Config.from_hf,
     block=GPT2Block,
-    final_norm=_final_norm,
+    final_norm=lambda config: LayerNorm(config.layer_norm_eps),
     learned_positions=True,
     rotation=lambda config, positions: None,
     layer_inputs=lambda config: LayerInput(),

@@ -35,7 +35,7 @@ from torch.nn import functional
 from grpo_jax.config.command_line import find_config, load_config
 from grpo_jax.tasks.recommendation.baselines import make_prior, ndcg, rank_all, rank_of
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
-from grpo_jax.tasks.recommendation.report import direction_groups, format_table, make_table, table_records
+from grpo_jax.tasks.recommendation.report import format_table, make_table, table_records
 from grpo_jax.tasks.recommendation.task import PriorSection
 
 PRIOR = PriorSection(history=20.0, together=10.0, decay=0.7)
@@ -220,9 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, epochs = train(dataset, options)
     trained = time.perf_counter() - start
     ranks = measure(model, dataset, options)
-    rows = dataset.prompts.test[: options.limit or None]
-    groups = direction_groups(rows, dataset.catalogue, task.order_column) if task.order_column else None
-    table = make_table(ranks, groups)
+    table = make_table(ranks)
     report = {
         "benchmark": "sasrec",
         "options": {name: value for name, value in vars(options).items() if name not in ("json", "ranks")},

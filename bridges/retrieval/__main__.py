@@ -20,7 +20,6 @@ def serve(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m bridges.retrieval", description="A retrieval service on Ray.")
     parser.add_argument("command", choices=["serve"], help="start a service, until Ctrl-C")
     parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
-    parser.add_argument("--blank_titles", choices=("error", "keep"), default="error", help="items without a title")
     parser.add_argument("--encoder", default="tfidf", help='"tfidf", a sentence-transformers folder, or its name')
     parser.add_argument("--service", default="retrieval", help="name that training looks for")
     parser.add_argument("--replicas", type=int, default=1, help="actors that share the queries")
@@ -32,7 +31,7 @@ def serve(arguments: Sequence[str]) -> None:
     section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
     resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
     pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
-    titles = read_catalogue_file(asked.catalogue, blank_titles=asked.blank_titles).titles
+    _, titles = read_catalogue_file(asked.catalogue)
     backend = start_service(titles, section, pool)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has started, which has handlers of its own

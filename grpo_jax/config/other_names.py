@@ -296,6 +296,8 @@ REMOVED: dict[str, str] = {
         "task.split task.held_out_items task.time_share",
         "left: each user's last item is held out, and the one before it for validation",
     ),
+    "task.blank_titles": "left: an item without a title is kept",
+    "task.order_column": "left: the report groups users by how often their target was taken",
     "task.minimum_rating": "left: drop low ratings from the file",
     "task.minimum_items": "left: users with fewer than 2 items are left out; drop others from the file",
     "task.prompts": "left: task.template makes the prompts",

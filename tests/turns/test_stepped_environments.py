@@ -113,7 +113,7 @@ def test_rewards_are_those_of_each_step(run, episodes):
     judged = [row for turns in episodes for row in turns if not math.isnan(row["reward/reward"])]
     assert {kind_of(row) for row in judged} == {*NAMES} and len(judged) > 24
     for row in judged:
-        worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["text"].isdigit()
+        worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["completion"].isdigit()
         assert row["reward/reward"] == row[f"eval_rewards/reward_{kind_of(row)}"] == pytest.approx(worth)
     summary = json.loads((run / "summary.json").read_text())["evaluation"]
     assert all(math.isfinite(summary[name]["after"]) for name in ("reward", "reward_Count", "reward_Later"))
@@ -134,7 +134,7 @@ def test_one_that_raises_costs_its_own_episode_alone(home, episodes, tmp_path, c
         missing = [math.isnan(row["reward/reward"]) for row in turns]
         seen.add(any(missing))
         if any(missing):
-            assert turns[-1]["text"] == "b" and "b" not in [row["text"] for row in turns[:-1]]
+            assert turns[-1]["completion"] == "b" and "b" not in [row["completion"] for row in turns[:-1]]
             assert all(missing) or (len(turns) == 3 and missing == [False, False, True])
     assert seen == {False, True}
     assert train_here(config(home, "Fragile"), tmp_path / "stopped") == 2

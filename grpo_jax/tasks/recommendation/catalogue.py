@@ -7,17 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.files import read_text
 from grpo_jax.config.named import own_package
-from grpo_jax.errors import UserError, one_line
+from grpo_jax.errors import Problems, UserError, one_line
 from grpo_jax.models.random_init import NOT_A_WORD
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS
-
-if TYPE_CHECKING:
-    from bridges.retrieval.catalogue import BlankTitles
 
 
 @dataclass(frozen=True)
@@ -25,15 +23,13 @@ class Catalogue:
     """All items, in the order of their file: an item's place in it is its *row*, found in `rows` by its id.
 
     Attributes:
-        titles: I titles, white space collapsed; "" where the file has none and that was allowed.
-        columns: Further columns of the file, I texts each (Beauty: "asin").
+        titles: I titles, white space collapsed; "" where the file has none.
         names: I texts, the words of each item's own by which a policy reads and writes it; () where it uses titles.
     """
 
     ids: tuple[str, ...]
     titles: tuple[str, ...]
     rows: dict[str, int]
-    columns: dict[str, tuple[str, ...]]
     names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -46,21 +42,16 @@ class Catalogue:
         return self.names or self.titles
 
 
-def make_catalogue(
-    ids: Sequence[str], titles: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
-) -> Catalogue:
-    """Make a catalogue from I different identifiers, as many titles, and further columns."""
-    rows = {identifier: row for row, identifier in enumerate(ids)}
-    return Catalogue(tuple(ids), tuple(titles), rows, {name: tuple(values) for name, values in (columns or {}).items()})
+def make_catalogue(ids: Sequence[str], titles: Sequence[str]) -> Catalogue:
+    """Make a catalogue from I different identifiers and as many titles."""
+    return Catalogue(tuple(ids), tuple(titles), {identifier: row for row, identifier in enumerate(ids)})
 
 
-def read_catalogue(
-    path: str | Path, *, blank_titles: BlankTitles = "error", columns: Mapping[str, str] | None = None
-) -> Catalogue:
+def read_catalogue(path: str | Path, *, columns: Mapping[str, str] | None = None) -> Catalogue:
     """Read a catalogue (`bridges.retrieval.catalogue.read_catalogue_file`); `columns` are `data.columns`."""
     reading = own_package("bridges", "retrieval.catalogue")
     title = (columns or {}).get("title", "title")
-    return make_catalogue(*reading.read_catalogue_file(path, blank_titles=blank_titles, title_column=title))
+    return make_catalogue(*reading.read_catalogue_file(path, title_column=title))
 
 
 class Items(NamedTuple):
@@ -119,9 +110,8 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
 
     Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out.
     """
-    reading = own_package("bridges", "retrieval.catalogue")
-    text = reading.read_text(path, "a line per user: user_id item1 … itemN target")
-    problems = reading.Problems(path)
+    text = read_text(path, own_package("bridges", "retrieval.catalogue").MOST_BYTES)
+    problems = Problems()
     lines: dict[str, int] = {}
     users: list[UserSequence] = []
     named: set[str] = set()
@@ -131,17 +121,17 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
         user, *items = line.split()
         named.update(items)
         if user in lines:
-            problems.add(number, f"user {user} occurs twice (first on line {lines[user]})")
+            problems.add(f"line {number}: user {user} occurs twice (first on line {lines[user]})")
             continue
         lines[user] = number
         unknown = [item for item in items if item not in catalogue.rows]
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue")
+            problems.add(f"line {number}: user {user}: item {unknown[0]}{more} not in the catalogue")
         elif len(items) >= 2:
             users.append(UserSequence(user, tuple(catalogue.rows[item] for item in items)))
     refuse_foreign_items(path, named, catalogue)
-    problems.check()
+    problems.refuse(str(path))
     if not users:
         raise UserError(f"{path}: no user has two items; a line is user_id item1 … itemN, separated by white space")
     return Sequences(tuple(users), _left_out(len(lines) - len(users)))
@@ -167,12 +157,11 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
 
     A user's items are sorted by time, a number or ISO 8601; events of the same second keep the order of the file.
     Of events with the same item a user's first counts, and users with fewer than two items are left out: ``notes``
-    says how many of each. ``columns`` is `data.columns`. A UserError names all bad lines at once.
+    says how many of each. ``columns`` is `data.columns`. A UserError tells of bad lines.
     """
     reading = own_package("bridges", "retrieval.catalogue")
-    text = reading.read_text(path, "a CSV with user_id, item_id and timestamp")
-    problems = reading.Problems(path)
-    rows = list(reading.read_table(text, ".csv", problems, needs=EVENT_COLUMNS, columns=columns or {}))
+    problems = Problems()
+    rows = list(reading.read_table(path, problems, needs=EVENT_COLUMNS, columns=columns or {}))
     events: dict[str, list[tuple[float, int]]] = {}
     named: set[str] = set()
     forms: dict[bool, int] = {}  # the first line whose time is ISO 8601, and the first whose is not
@@ -182,20 +171,20 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
         try:
             time, iso = _seconds(row["timestamp"])
         except (ValueError, OverflowError):
-            problems.add(line, f"expected a timestamp that is a number or ISO 8601, got {row['timestamp']!r}")
+            problems.add(f"line {line}: expected a timestamp that is a number or ISO 8601, got {row['timestamp']!r}")
             continue
         forms.setdefault(iso, line)
         if not user or time != time:
-            problems.add(line, "a blank user or a timestamp that is NaN")
+            problems.add(f"line {line}: a blank user or a timestamp that is NaN")
         elif item not in catalogue.rows:
-            problems.add(line, f"user {user}: item {item} not in the catalogue")
+            problems.add(f"line {line}: user {user}: item {item} not in the catalogue")
         else:
             events.setdefault(user, []).append((time, catalogue.rows[item]))
     if len(forms) > 1:
         first, other = sorted(forms.values())
-        problems.add(other, f"timestamps must be all numbers or all ISO 8601; see line {first}")
+        problems.add(f"line {other}: timestamps must be all numbers or all ISO 8601; see line {first}")
     refuse_foreign_items(path, named, catalogue)
-    problems.check()
+    problems.refuse(str(path))
     # Sorting is stable: file order in a tie.
     items = {user: tuple(dict.fromkeys(row for _, row in sorted(some, key=_time))) for user, some in events.items()}
     users = tuple(UserSequence(user, own) for user, own in items.items() if len(own) >= 2)

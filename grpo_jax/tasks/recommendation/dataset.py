@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.baselines import item_similarity, taken_counts
@@ -202,8 +201,6 @@ def load_dataset(task: Recommendation, columns: Mapping[str, str] | None = None)
     catalogue, sequences = _load(task, columns or {})
     if task.writes == "item":
         catalogue = dataclasses.replace(catalogue, names=tuple(map(item_word, range(len(catalogue)))))
-    ordered = task.order_column is None or task.order_column in catalogue.columns
-    require(ordered, "task.order_column", f"one of {list(catalogue.columns)}", task.order_column)
     split = last_split(sequences.users)
     prompts = split_examples(split, catalogue, task)
     return Dataset(catalogue, sequences.users, split.known, prompts, (*sequences.notes, *_notes(catalogue)))
@@ -219,7 +216,7 @@ def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, 
     kind = Path(task.source).suffix.lower()
     if kind not in (".txt", ".csv"):
         raise UserError(f"task.source: expected dummy, a .txt of sequences or a .csv of events, got {kind!r}")
-    catalogue = read_catalogue(task.catalogue or "", blank_titles=task.blank_titles, columns=columns)
+    catalogue = read_catalogue(task.catalogue or "", columns=columns)
     if kind == ".txt":
         return catalogue, read_sequences(task.source, catalogue)
     return catalogue, read_events(task.source, catalogue, columns)
@@ -277,9 +274,7 @@ def make_catalogue_of_words(items: int) -> Catalogue:
     """Make all combinations of words, with as many brands as it takes to have at least so many items."""
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
     words = list(itertools.product(brands, COLOURS, MATERIALS, KINDS))
-    names = ("brand", "colour", "material", "kind")
-    columns: dict[str, Sequence[str]] = dict(zip(names, zip(*words, strict=True), strict=True))
-    return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words], columns)
+    return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words])
 
 
 def lessons(rows: Sequence[Row], catalogue: Catalogue, *, seed: int = 0) -> list[tuple[str, str]]:

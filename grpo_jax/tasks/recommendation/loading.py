@@ -99,7 +99,6 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
             references=lambda rows: {"oracle": [catalogue.written[row.columns["target_row"]] for row in rows]},
             remember=functools.partial(policy_ranks, fused=fused),
             findings=lambda remembered, rows: findings(
-                task,
                 dataset,
                 rows,
                 remembered,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,12 +22,8 @@ from grpo_jax.tasks.recommendation.baselines import (
     taken_counts,
     title_baselines,
 )
-from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
 from grpo_jax.tasks.task import Findings, Table
-
-if TYPE_CHECKING:
-    from grpo_jax.tasks.recommendation.task import Recommendation
 
 CUTOFFS = (5, 10, 20, 50, 100)
 MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "MRR")
@@ -87,19 +83,6 @@ def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]) ->
             measures = dict(zip(MEASURES, intervals, strict=False))
             rows.append(TableRow(method, group, users, int(members.sum()) - users, measures))
     return rows
-
-
-def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> dict[str, np.ndarray]:
-    """Users whose target comes after or before their last item in the order of a catalogue column, bool [U] each.
-
-    On Amazon Beauty many reviews of one day are stored in the order of their ASIN, so neighbours have rising ones: a
-    method may exploit how the file was written. Figures for both groups show it. Values are compared as text; users
-    whose two values are equal are in neither group.
-    """
-    keys = catalogue.columns[column]
-    last = np.array([keys[row.columns["history"][-1]] for row in rows])
-    target = np.array([keys[row.columns["target_row"]] for row in rows])
-    return {"rising": last < target, "falling": last > target}
 
 
 def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -179,7 +162,6 @@ def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = Fa
 
 
 def findings(
-    task: Recommendation,
     dataset: Dataset,
     rows: Sequence[Row],
     policies: Mapping[str, list[float]],
@@ -200,8 +182,6 @@ def findings(
     ranks |= title_baselines(ask, rows, mixed=mixed)
     ranks |= {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
-    if task.order_column:
-        groups = direction_groups(rows, dataset.catalogue, task.order_column) | groups
     table, paired = make_table(ranks, groups), paired_table(ranks, _compared(list(ranks)))
     texts = [format_table(table)]
     if paired:

@@ -64,10 +64,6 @@ class Recommendation(Task):
     """Titles in prompts are cut to so many characters; 0 for never."""
     separator: str = "\n"
     """What stands between two titles."""
-    blank_titles: Literal["error", "keep"] = "error"
-    """An item without a title is an "error", or "keep" it as a text that nothing resembles."""
-    order_column: str | None = None
-    """Column of the catalogue whose order splits the report into rising and falling users; null for no such split."""
     dummy_users: Length = 2000
     """Users of the dummy world."""
     dummy_items: Length = 2000

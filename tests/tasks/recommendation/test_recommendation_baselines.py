@@ -26,11 +26,7 @@ def random_users(seed=0, users=40):
 
 
 USERS = random_users()
-CATALOGUE = make_catalogue(
-    [f"i{i}" for i in range(ITEMS)],
-    [f"word{i % 5} thing{i % 7}" for i in range(ITEMS)],
-    {"code": [f"B{(i * 7) % ITEMS:03d}" for i in range(ITEMS)]},
-)
+CATALOGUE = make_catalogue([f"i{i}" for i in range(ITEMS)], [f"word{i % 5} thing{i % 7}" for i in range(ITEMS)])
 KNOWN = last_split(USERS).known
 ROWS = split_examples(last_split(USERS), CATALOGUE, Recommendation()).test
 
@@ -136,15 +132,14 @@ def test_a_table_holds_every_method_group_and_measure():
         **count_ranks(KNOWN, ITEMS, ROWS),
         **baselines.title_baselines(WordRetriever().score_ranks, ROWS),
     }
-    groups = table.direction_groups(ROWS, CATALOGUE, "code")
-    assert (groups["rising"] ^ groups["falling"]).all() and groups["rising"].any() and groups["falling"].any()
-    codes = CATALOGUE.columns["code"]
-    first = ROWS[0].columns
-    assert groups["rising"][0] == (codes[first["target_row"]] > codes[first["history"][-1]])
+    groups = table.popularity_groups(ROWS, taken := baselines.taken_counts(KNOWN, ITEMS))
+    assert np.sum([*groups.values()], 0).tolist() == [1] * len(ROWS) and len(groups) > 1
+    first, group = taken[ROWS[0].columns["target_row"]], next(name for name, users in groups.items() if users[0])
+    assert table.POPULARITY[group][0] <= first <= table.POPULARITY[group][1]
     rows = table.make_table(ranks, groups)
-    assert [(row.method, row.group) for row in rows] == [(m, g) for m in ranks for g in ("all", "rising", "falling")]
-    row = next(row for row in rows if row.method == "popularity" and row.group == "falling")
-    chosen = ranks["popularity"][groups["falling"]]
+    assert [(row.method, row.group) for row in rows] == [(m, g) for m in ranks for g in ("all", *groups)]
+    row = next(row for row in rows if row.method == "popularity" and row.group == group)
+    chosen = ranks["popularity"][groups[group]]
     assert row.users == len(chosen) and row.missing == 0
     gains = {"HR": np.ones_like(chosen), "NDCG": 1 / np.log2(1 + chosen), "MRR": 1 / chosen}
     expected = {f"{name}@{k}": (gain * (chosen <= k)).mean() for name, gain in gains.items() for k in table.CUTOFFS}

@@ -167,7 +167,7 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other .* got '{name}'"):
             run(make_config(values, run_dir=str(tmp_path / name)))
     values["rewards"] = []
-    with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: ..name., function"):
+    with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: {.name.: function}"):
         run(make_config(values, run_dir=str(tmp_path / "python")), rewards={"score": lambda completions: []})
 
 

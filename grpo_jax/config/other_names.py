@@ -305,7 +305,7 @@ REMOVED: dict[str, str] = {
     "task.retrieval.ties": "left: ties count against the target",
     "task.retrieval.temperature": "is no setting any more: 0.05",
     "task.retrieval.attempts": "is no setting any more: 3",
-    **_each("task.retrieval.budget task.retrieval.window", "left: 5 calls may go missing among the last 100"),
+    **_each("task.retrieval.budget task.retrieval.window", "left: a call that fails three times ends the run"),
     "task.dummy_length": "is no setting any more: 8",
     "task.dummy_fickle": "is no setting any more: 0.1",
     "task.dummy_noise": "is no setting any more: 0.02",

@@ -67,7 +67,7 @@ def rank_of(counts: RankCounts) -> np.ndarray:
 
 
 def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
-    """Return a measure of ranks, which count from 1; NaN (unknown) stays NaN, ranks beyond `k` earn 0.
+    """Return a measure of ranks, which count from 1; ranks beyond `k` earn 0.
 
     "ndcg" is the normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin &
     Kekäläinen 2002), "mrr" the reciprocal rank, "hit" the hit rate. Without a cut-off `k` every ranking is a hit; "hit"
@@ -75,10 +75,10 @@ def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) 
     """
     rank = np.asarray(rank, np.float64)
     if name == "hit":
-        values = (items - rank + 1.0) / items if k is None else np.where(np.isnan(rank), np.nan, 1.0)
+        values = (items - rank + 1.0) / items if k is None else np.ones_like(rank)
     else:
         values = 1.0 / (np.log2(1.0 + rank) if name == "ndcg" else rank)
-    return values if k is None else np.where(rank > k, 0.0, values)  # NaN is not beyond k
+    return values if k is None else np.where(rank > k, 0.0, values)
 
 
 ndcg = functools.partial(gain, "ndcg")
@@ -102,7 +102,7 @@ Scores = Callable[[int, int], np.ndarray]
 
 Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
 """B texts, target rows and histories (rows, oldest first), which are left out → `bridges.retrieval.ranking.Ranks`: the
-targets' ranks, NaN where there is none, and probabilities."""
+targets' ranks and probabilities."""
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:
@@ -203,7 +203,7 @@ def title_baselines(
 ) -> dict[str, np.ndarray]:
     """Return the ranks f64 [U] by titles as queries: the last one and the target's own, the retriever's ceiling.
 
-    NaN where the retriever failed. With `mixed`, which ranks texts as the policy's are ranked, the own title is asked
+    With `mixed`, which ranks texts as the policy's are ranked, the own title is asked
     for so, and the empty text and the last title become rows of their own. One call has `block` examples.
     """
     parts: list[dict[str, np.ndarray]] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from scipy import sparse
@@ -34,36 +34,21 @@ Measure = Callable[[np.ndarray], np.ndarray]
 Gain = Literal["ndcg", "mrr", "hit"]
 
 
-class RankCounts(NamedTuple):
-    """i64 [B] each: items that score better than the target, and others that score the same."""
-
-    better: np.ndarray
-    ties: np.ndarray
-
-
-def count_better(
+def target_ranks(
     scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
-) -> RankCounts:
-    """Count, for each row of scores [B, I], the items that score better than the target and the same.
+) -> np.ndarray:
+    """Return the rank f64 [B], from 1, of each row's target among its scores [B, I]; ties stand before it.
 
     A score may be -inf, but not NaN. `targets` [B] and `exclude` are rows of the catalogue; those excluded are left
     out, but never the target. Scores that differ by no more than `tolerance` are ties: the same sum in another order
     is not ranked by a rounding.
     """
     scores = np.asarray(scores)
-    target_scores = scores[np.arange(len(scores)), targets][:, None]
-    better, worse = scores > target_scores + tolerance, scores < target_scores - tolerance
+    worse = scores < scores[np.arange(len(scores)), targets][:, None] - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
     left_out = [list(set(rows) - {int(target)}) for rows, target in zip(exclude, targets, strict=True)]
-    above = [int(line.sum() - line[rows].sum()) for line, rows in zip(better, left_out, strict=True)]
-    below = [int(line.sum() - line[rows].sum()) for line, rows in zip(worse, left_out, strict=True)]
-    others = [scores.shape[1] - 1 - len(rows) for rows in left_out]
-    return RankCounts(np.array(above), np.array(others) - above - below)
-
-
-def rank_of(counts: RankCounts) -> np.ndarray:
-    """Return the target's rank f64 [B], from 1; ties stand before it."""
-    return 1.0 + np.asarray(counts.better, np.float64) + np.asarray(counts.ties, np.float64)
+    below = [line.sum() - line[rows].sum() for line, rows in zip(worse, left_out, strict=True)]
+    return np.array([scores.shape[1] - len(rows) for rows in left_out], np.float64) - below
 
 
 def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
@@ -105,8 +90,8 @@ Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
 targets' ranks and probabilities."""
 
 
-def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:
-    """Return the counts of items before and level with each target.
+def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:
+    """Return the rank f64 [U] of each target.
 
     Rows, U ≥ 1, have the columns "target_row" and "history". Scores that differ by no more than 1e-6 are ties.
     """
@@ -116,8 +101,8 @@ def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:
         columns = [row.columns for row in rows[start : start + block]]
         targets = np.array([column["target_row"] for column in columns])
         histories = [column["history"] for column in columns]
-        parts.append(count_better(score(start, start + len(columns)), targets, histories, tolerance=1e-6))
-    return RankCounts(*map(np.concatenate, zip(*parts, strict=True)))
+        parts.append(target_ranks(score(start, start + len(columns)), targets, histories, tolerance=1e-6))
+    return np.concatenate(parts)
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:

@@ -18,7 +18,6 @@ from grpo_jax.tasks.recommendation.baselines import (
     mrr,
     ndcg,
     rank_all,
-    rank_of,
     taken_counts,
     title_baselines,
 )
@@ -165,7 +164,7 @@ def findings(
     scores = count_baselines(dataset.known, len(dataset.catalogue), rows)
     if prior is not None:
         scores[PRIOR] = lambda start, stop: prior(histories[start:stop])
-    ranks = {name: rank_of(rank_all(score, rows, items=len(dataset.catalogue))) for name, score in scores.items()}
+    ranks = {name: rank_all(score, rows, items=len(dataset.catalogue)) for name, score in scores.items()}
     ranks |= title_baselines(ask, rows, mixed=mixed)
     ranks |= {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))

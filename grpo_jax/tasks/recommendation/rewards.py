@@ -25,14 +25,13 @@ from grpo_jax.tasks.recommendation.baselines import (
     Gain,
     Measure,
     Prior,
-    count_better,
     gain,
     hit,
     item_scores,
     levelled,
     mrr,
     ndcg,
-    rank_of,
+    target_ranks,
 )
 from grpo_jax.tasks.recommendation.catalogue import Items
 
@@ -120,7 +119,7 @@ def ranking_columns(
     if prior is None:
         return {LISTED_RANK: places}
     fused = levelled(item_scores(ranked, scores, items.count)) + prior(histories)
-    return {LISTED_RANK: places, FUSED_RANK: rank_of(count_better(fused, np.array(targets), histories)).tolist()}
+    return {LISTED_RANK: places, FUSED_RANK: target_ranks(fused, np.array(targets), histories).tolist()}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:

@@ -125,7 +125,7 @@ def test_what_is_missing_is_one_line(home, tmp_path, capsys):
     assert isinstance(error.value, UserError)  # a command shows it in one line
     assert run_cli(serve, ["serve", "--catalogue", str(tmp_path / "none.tsv")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and "none.tsv does not exist" in said
+    assert said.startswith("error: ") and "none.tsv: cannot be read" in said
 
 
 def test_a_service_for_another_run_is_refused(served):

@@ -44,7 +44,7 @@ class WordRetriever:
             np.stack([self._vector(text) for text in texts])
             @ np.stack([self._vector(title) for title in CATALOGUE.titles]).T
         )
-        rank = baselines.rank_of(baselines.count_better(scores, np.array(targets), exclude, tolerance=1e-9))
+        rank = baselines.target_ranks(scores, np.array(targets), exclude, tolerance=1e-9)
         return Ranks(rank, np.zeros(len(rank)))
 
     def _vector(self, text):
@@ -66,7 +66,7 @@ def slow_ranks(score):
 
 
 def ranked(score, rows=ROWS, items=ITEMS):
-    return baselines.rank_of(baselines.rank_all(score, rows, items=items))
+    return baselines.rank_all(score, rows, items=items)
 
 
 def count_ranks(users, items, rows):

@@ -21,9 +21,8 @@ from grpo_jax.tasks.recommendation import baselines, rewards
     ],
 )
 def test_items_before_and_level_with_the_target_by_hand(scores, target, history, tolerance, expected):
-    counts = baselines.count_better(np.array([scores]), np.array([target]), [history], tolerance=tolerance)
-    assert (int(counts.better[0]), int(counts.ties[0])) == expected
-    assert baselines.rank_of(counts).tolist() == [1 + sum(expected)]
+    rank = baselines.target_ranks(np.array([scores]), np.array([target]), [history], tolerance=tolerance)
+    assert rank.tolist() == [1 + sum(expected)]  # items before the target, and level with it
 
 
 MEASURES = {
@@ -44,7 +43,7 @@ def test_measures_agree_with_ranx():
     rng = np.random.default_rng(0)
     scores = rng.permuted(np.tile(np.arange(40.0), (25, 1)), axis=1)  # no two alike: ranx knows no rule for ties
     targets = rng.integers(0, 40, 25)
-    ranks = baselines.rank_of(baselines.count_better(scores, targets, [[]] * 25))
+    ranks = baselines.target_ranks(scores, targets, [[]] * 25)
     qrels = ranx.Qrels({f"u{u}": {f"i{target}": 1} for u, target in enumerate(targets)})
     run = ranx.Run({f"u{u}": {f"i{i}": score for i, score in enumerate(row)} for u, row in enumerate(scores)})
     ranx.evaluate(qrels, run, list(MEASURES))

@@ -74,11 +74,6 @@ hit = functools.partial(gain, "hit")
 _MOST_SCORES, _MOST_USERS = 2**23, 512
 
 
-def users_at_once(items: int) -> int:
-    """Return how many users' scores are held at once, so that memory does not grow with the catalogue."""
-    return max(1, min(_MOST_USERS, _MOST_SCORES // items))
-
-
 DECAY = 0.7
 """Weight of each older item in the decayed baselines."""
 Scores = Callable[[int, int], np.ndarray]
@@ -96,7 +91,7 @@ def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:
     Rows, U ≥ 1, have the columns "target_row" and "history". Scores that differ by no more than 1e-6 are ties.
     """
     parts = []
-    block = users_at_once(items)
+    block = max(1, min(_MOST_USERS, _MOST_SCORES // items))  # memory does not grow with the catalogue
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         targets = np.array([column["target_row"] for column in columns])

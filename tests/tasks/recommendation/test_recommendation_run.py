@@ -22,7 +22,7 @@ from grpo_jax.train import main, run
 
 OWN = '''
 def brand(completions, target_title, rank, worth=1.0):
-    """What it is worth that the brand is right; asked only where there is a rank."""
+    """What it is worth that the brand is right."""
     assert all(value >= 1 for value in rank)
     return [worth * (text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
 '''
@@ -217,8 +217,7 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
         return count(backend, parts)
 
     monkeypatch.setattr(LocalBackend, "count", dying)
-    for name, value in (("ATTEMPTS", 1), ("BUDGET", 0)):
-        monkeypatch.setattr(retrieval, name, value)
+    monkeypatch.setattr(retrieval, "ATTEMPTS", 1)
     with pytest.raises(StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; go on with --resume"):
         run(config_of(folder, "broken", sft={"steps": 0}))
     assert not (folder / "broken" / "summary.json").exists()

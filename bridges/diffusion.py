@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bridges import bundled
-from bridges.loading import first_line, loading, local_folder
+from bridges.loading import DTYPES, first_line, loading, local_folder, torch_device
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
 
@@ -143,6 +143,7 @@ def _loading(source: Path | str) -> AbstractContextManager[None]:
     return loading(f"the renderer {source} ({'is the folder complete?' if isinstance(source, Path) else HUB_HELP})")
 
 
+STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
 UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
 """For pipelines that would otherwise draw other words, or another size than requested."""
 
@@ -303,3 +304,26 @@ class Renderer:
                 f"a renderer in {str(images.dtype).removeprefix('torch.')} may need bfloat16 or float32"
             )
         return images
+
+
+def load_stable_diffusion_3(
+    path: str,
+    device: str,
+    training: RenderSettings,
+    evaluation: RenderSettings,
+    *,
+    dtype: str = "float32",
+    use_t5: bool = True,
+    cache_megabytes: int = 256,
+) -> Renderer:
+    """Load a Stable Diffusion 3 pipeline; `use_t5` keeps the third text encoder, if the folder has one."""
+    from diffusers import StableDiffusion3Pipeline
+
+    target = torch_device(device)
+    source, index = find_pipeline(path, STABLE_DIFFUSION_3)
+    has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
+    absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, DTYPES[dtype], **absent)
+    renderer = Renderer(pipeline, target, training, evaluation, name=path, cache_megabytes=cache_megabytes)
+    renderer.kind = "Stable Diffusion 3"
+    return renderer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridges.judges.stable_diffusion_3 import StableDiffusion3
 from bridges.miniature.world import lens_of, look, undone
 from grpo_jax.config.fields import PositiveCount, resume_mutable
 from grpo_jax.config.judge import Judge
@@ -28,20 +27,28 @@ class HiddenLens(Judge):
 
     def load(self, device: str) -> Renderer:
         """Load the miniature's pipeline on "cpu" or "gpu:N"."""
-        renderer = self._plain.load(device)
+        from bridges.diffusion import RenderSettings, load_stable_diffusion_3
+
+        renderer = load_stable_diffusion_3(
+            "miniature",
+            device,
+            RenderSettings(self.steps, 1.0, batch_size=self.batch_size),
+            RenderSettings(self.eval_steps, 1.0, batch_size=self.batch_size),
+        )
         renderer.kind += " behind hidden lenses"
         renderer.change = lambda images, seeds: look(images, [lens_of(seed) for seed in seeds])
         return renderer
-
-    @property
-    def _plain(self) -> StableDiffusion3:
-        """The renderer without a lens."""
-        return StableDiffusion3(steps=self.steps, eval_steps=self.eval_steps, batch_size=self.batch_size)
 
     def oracle(self, best: str, seed: int) -> str:
         """The best words for a request, given the lens of its seed and those that are best without."""
         return undone(best, lens_of(seed))
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights from the config files, and the working memory of the VAE."""
-        return self._plain.memory()
+        """Weights from the config files, and the cache."""
+        from bridges import loading
+
+        sizes, _, _ = loading.pipeline_sizes("miniature")
+        return [
+            ("pipeline", loading.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
+            ("picture cache", 2**28, "once full"),
+        ]

@@ -9,8 +9,6 @@ from bridges.judges import PipelineJudge
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
-KIND = "StableDiffusion3Pipeline"
-
 
 class StableDiffusion3(PipelineJudge):
     """Draws pictures with a `StableDiffusion3Pipeline`."""
@@ -22,23 +20,20 @@ class StableDiffusion3(PipelineJudge):
         """Refuse a pipeline that is not there or of another kind; no weight is read."""
         from bridges.diffusion import find_pipeline
 
-        find_pipeline(self.path, KIND)
+        find_pipeline(self.path)
 
     def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N"; only safetensors are read, and no code beside them is run."""
-        from diffusers import StableDiffusion3Pipeline
+        from bridges.diffusion import load_stable_diffusion_3
 
-        from bridges.diffusion import Renderer, find_pipeline, load_pipeline
-        from bridges.loading import DTYPES, torch_device
-
-        target = torch_device(device)
-        source, index = find_pipeline(self.path, KIND)
-        has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
-        absent = {} if self.use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-        pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, DTYPES[self.dtype], **absent)
-        renderer = Renderer(pipeline, target, *self.settings(), name=self.path, cache_megabytes=self.cache_megabytes)
-        renderer.kind = "Stable Diffusion 3"
-        return renderer
+        return load_stable_diffusion_3(
+            self.path,
+            device,
+            *self.settings(),
+            dtype=self.dtype,
+            use_t5=self.use_t5,
+            cache_megabytes=self.cache_megabytes,
+        )
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""

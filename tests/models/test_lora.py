@@ -160,6 +160,7 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     assert export.main(arguments) == 2 and "--dtype is for the whole policy" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_base_whose_layers_lie_apart_is_trained_to_the_same(place, run, tmp_path, monkeypatch):
     """As on a GPU: metrics and the merged policy."""
     monkeypatch.setattr("grpo_jax.models.policy.platform_of", lambda *_: "cuda")

@@ -47,7 +47,7 @@ def test_fields_of_a_pool_make_a_pooled_judge_and_come_back_from_a_file():
     [
         ({"replicaz": 2}, "judges.a.pool.replicaz: no such field; did you mean judges.a.pool.replicas?"),
         ({"replicas": -1}, "judges.a.pool.replicas: expected a number >= 1, got -1"),
-        ({"batch_attempts": 2}, "judges.a.pool.batch_attempts: no such field; it is no setting any more: 3"),
+        ({"batch_attempts": 2}, "judges.a.pool.batch_attempts: no such field; it is a constant now"),
         ({"in_flight": 2}, "judges.a.pool.in_flight: no such field; it left: an actor has one batch at a time"),
         ({"resources": {"num_gpus": -1}}, "judges.a.pool.resources.num_gpus: expected a number >= 0, got -1"),
         (

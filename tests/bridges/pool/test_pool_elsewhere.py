@@ -89,6 +89,7 @@ def test_what_is_no_cluster_is_said_at_once(configured, tmp_path, capsys):
     assert capsys.readouterr().err == f"error: judges.letters.address: {reason}\n"
 
 
+@pytest.mark.wide
 def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address, configured, tmp_path):
     run, steps = tmp_path / "run", ["--training.max_steps", "1", "--evaluation.every", "0"]
     assert train_here(configured(replicas=2, address=address), run, *steps) == 0

@@ -82,7 +82,7 @@ def summary_of(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
     run_dir = tmp_path / "run"
     arguments = [

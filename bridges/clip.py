@@ -60,10 +60,7 @@ class Towers(Protocol):
 
 
 class Scorer:
-    """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, on `device`.
-
-    `window` is the tokens that the text tower reads, special ones included.
-    """
+    """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, on `device`."""
 
     def __init__(
         self,
@@ -80,7 +77,6 @@ class Scorer:
         self.device = device
         self.model = model
         self.quality_head: torch.nn.Module | None = None
-        self.window = int(tokenizer.context_length)
         self._tokenizer = tokenizer
         self._preprocess = preprocess
         self._dtype = dtype
@@ -116,14 +112,6 @@ class Scorer:
                 pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
                 features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
         return torch.cat(features)
-
-    def count_tokens(self, texts: list[str]) -> list[int]:
-        """Count the tokens of each text, special ones included, before any is cut off at `window`."""
-        tokenizer = self._tokenizer
-        if hasattr(tokenizer, "encode"):  # open_clip's own byte pairs, without start and end
-            return [len(tokenizer.encode(text)) + 2 for text in texts]
-        clean = getattr(tokenizer, "clean_fn", str)
-        return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
         """Return unit features of texts, float32 [B, width], with a cache."""

@@ -124,6 +124,7 @@ def learn_from(config: Any, prompts: Any, samples: Any, rewards: jax.Array) -> A
     objectives = make_objectives(
         rewards.reshape(*rows, 1),
         jnp.asarray(samples.mask.sum(-1)),
+        config.algorithm,
         weights={"brightness": 1.0},
         max_new_tokens=config.sampling.max_new_tokens,
     )

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_jax.config.command_line import find_config, load_config
-from grpo_jax.tasks.recommendation.baselines import make_prior, ndcg, rank_all, rank_of
+from grpo_jax.tasks.recommendation.baselines import make_prior, ndcg, rank_all
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.report import format_table, make_table, table_records
 from grpo_jax.tasks.recommendation.task import PriorSection
@@ -156,7 +156,7 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
         start = time.perf_counter()
         loss = train_epoch(model, optimizer, taught, options, rng)
         seconds = time.perf_counter() - start
-        ranks = ranked(scorer(model, watched, options.length), watched, len(dataset.catalogue))
+        ranks = rank_all(scorer(model, watched, options.length), watched, items=len(dataset.catalogue))
         found = float(ndcg(ranks, k=10).mean())
         epochs.append({"epoch": epoch, "loss": loss, "validation_ndcg@10": found, "seconds": seconds})
         print(f"epoch {epoch:>3}  loss {loss:.4f}  validation NDCG@10 {found:.4f}  {seconds:.1f} s", file=sys.stderr)
@@ -169,21 +169,17 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
     return model, epochs
 
 
-def ranked(score: Any, rows: Any, items: int) -> np.ndarray:
-    """The targets' ranks f64 [U] among so many items."""
-    return rank_of(rank_all(score, rows, items=items))
-
-
 def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> dict[str, np.ndarray]:
     """The ranks f64 [U] of the test users by method."""
     rows = dataset.prompts.test[: options.limit or None]
     score = scorer(model, rows, options.length)
     known = make_prior(PRIOR, dataset.catalogue.titles, dataset.known)
     histories, count = [row.columns["history"] for row in rows], len(dataset.catalogue)
-    return {
-        "SASRec": ranked(score, rows, count),
-        "SASRec + prior": ranked(lambda start, stop: score(start, stop) + known(histories[start:stop]), rows, count),
-    }
+
+    def fused(start: int, stop: int) -> np.ndarray:
+        return score(start, stop) + known(histories[start:stop])
+
+    return {"SASRec": rank_all(score, rows, items=count), "SASRec + prior": rank_all(fused, rows, items=count)}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     import torch
-    from transformers import CLIPConfig, PreTrainedTokenizerBase
+    from transformers import CLIPConfig
     from transformers import CLIPModel as TransformersClip
 
     from bridges.clip import Preprocess, Scorer
@@ -52,14 +52,15 @@ class ClipModel(Judge):
         from bridges.clip import Scorer, load_quality_head
         from bridges.loading import DTYPES, load_complete, load_part, torch_device
 
-        config = self._model_config().text_config
+        window = self._model_config().text_config.max_position_embeddings
+        options = {"padding": "max_length", "truncation": True, "max_length": window, "return_tensors": "pt"}
         target = torch_device(device)
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer")
         preprocess = self._preprocess()
         model = load_complete(CLIPModel, self.path, dtype=self.dtype).to(target)
         scorer = Scorer(
             _Towers(model),
-            _Tokens(tokenizer, config.max_position_embeddings),
+            lambda texts: tokenizer(texts, **options).input_ids,
             preprocess,
             name=self.path,
             device=target,
@@ -117,20 +118,3 @@ class _Towers:
         """Tokens [B, window] → features [B, width]; tokens behind a text's end do not count."""
         features = self.model.get_text_features(input_ids=tokens)
         return getattr(features, "pooler_output", features)
-
-
-class _Tokens:
-    """A folder's tokenizer, for texts that fill the window of the text tower."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, window: int):
-        self._tokenizer = tokenizer
-        self.context_length = window
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        """Texts → tokens [B, window], cut off or padded."""
-        options = {"padding": "max_length", "truncation": True, "max_length": self.context_length}
-        return self._tokenizer(texts, **options, return_tensors="pt").input_ids
-
-    def encode(self, text: str) -> list[int]:
-        """All of a text's tokens, without start and end."""
-        return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids

@@ -95,7 +95,8 @@ class Http(Judge):
                 return _scores(self._post(request), len(batch["completions"]))
             except _PassingError as error:
                 reason = str(error)
-                pause = pause_after(attempt, error.retry_after)
+                backoff = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+                pause = max(backoff, min(error.retry_after, LONGEST_PAUSE))
             if attempt + 1 < self.attempts and stopped.wait(pause):
                 break
         raise JudgeError(f"{reason}, {self.attempts} attempts, {_shown(self.url)}")
@@ -152,12 +153,6 @@ def _shown(url: str) -> str:
     """Return an address without its query, which may hold a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
-
-
-def pause_after(attempt: int, retry_after: float) -> float:
-    """Seconds after failed attempt `attempt`, from 0: exponential backoff with jitter, at least `retry_after`."""
-    backoff = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
-    return max(random.uniform(backoff / 2, backoff), min(retry_after, LONGEST_PAUSE))
 
 
 def _scores(answer: bytes, count: int) -> list[float | None]:

@@ -3,19 +3,18 @@
 `open_retriever` gives a `Retriever` over one of two backends with equal results: in this process, or actors of a
 Ray cluster that `python -m bridges.retrieval serve` starts.
 
-A failed call is tried again after a pause. If it keeps failing, its ranks are missing (NaN), which a reward must pass
-on as missing; if too many calls go missing, training stops. No failure is ever turned into a rank.
+A failed call is tried again after a pause. If it keeps failing the run saves and ends: no failure is ever turned into
+a rank.
 """
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from bridges.retrieval.encoders import Fingerprint, NonFiniteScores, RetrievalError
+from bridges.retrieval.encoders import Fingerprint, RetrievalError
 from bridges.retrieval.ranking import Counts, History, Queries, Ranks, local_backend, make_queries, ranks_of
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
@@ -23,9 +22,7 @@ from grpo_jax.errors import StopRun, UserError
 _log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Tries of one call before its ranks count as missing."""
-BUDGET, WINDOW = 5, 100
-"""Calls that may go missing among the last WINDOW; one more stops the run."""
+"""Tries of one call before the run ends."""
 _ASKED = 256  # titles of a self-test
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a second attempt; each further pause is twice as long, up to the longest."""
@@ -48,7 +45,6 @@ class Retriever:
         """Take a backend; `wait` pauses for a number of seconds."""
         self.backend, self.fingerprint = backend, backend.fingerprint
         self._wait = wait
-        self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def score_ranks(
         self,
@@ -65,16 +61,22 @@ class Retriever:
             exclude: For each query, rows that are not ranked (the history); its target is ranked all the same.
             history: Items taken before, as a part of the queries; None for the text alone.
 
-        Returns:
-            Ranks; all NaN if the call failed within the budget.
-
         Raises:
-            StopRun: More calls failed than the budget allows.
+            StopRun: Every attempt failed.
         """
         if not len(texts):
             return Ranks(np.zeros(0), np.zeros(0, np.float32))
-        ranks = self._retried(make_queries(texts, targets, exclude, history))
-        return ranks or Ranks(np.full(len(texts), np.nan), np.full(len(texts), np.nan, np.float32))
+        parts = make_queries(texts, targets, exclude, history)
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return self._ranks(parts)
+            except RetrievalError as error:
+                _log.warning("retrieval: attempt %d of %d failed: %s", attempt, ATTEMPTS, error)
+                if attempt == ATTEMPTS:
+                    raise StopRun(f"the retrieval failed {ATTEMPTS} times: {type(error).__name__}: {error}") from error
+            self._wait(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
 
     def self_test(self, titles: Sequence[str], *, required: float = 0.9) -> float:
         """Return the share of up to 256 titles, evenly spread, that rank first when they are the query.
@@ -114,29 +116,8 @@ class Retriever:
         # -inf is the sum over no item; NaN and +inf are failures
         bad = ~np.isfinite(counts.score) | np.isnan(counts.log_sum) | np.isposinf(counts.log_sum)
         if bad.any():
-            raise NonFiniteScores(f"{bad.sum()} of {len(bad)} scores are not finite")
+            raise RetrievalError(f"{bad.sum()} of {len(bad)} scores are not finite")
         return ranks_of(counts)
-
-    def _retried(self, parts: Sequence[Queries]) -> Ranks | None:
-        """Return ranks after some attempts; None if all failed within the budget."""
-        for attempt in range(ATTEMPTS):
-            try:
-                ranks = self._ranks(parts)
-            except RetrievalError as error:
-                last = error
-                _log.warning("retrieval: attempt %d of %d failed: %s", attempt + 1, ATTEMPTS, error)
-                if attempt + 1 < ATTEMPTS:
-                    self._wait(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE))
-                continue
-            self._failed.append(False)
-            return ranks
-        self._failed.append(True)
-        if sum(self._failed) > BUDGET:
-            raise StopRun(
-                f"the retrieval failed in {sum(self._failed)} of the last {len(self._failed)} calls (the budget is "
-                f"{BUDGET}); the last time: {type(last).__name__}: {last}"
-            ) from last
-        return None
 
 
 def open_retriever(

@@ -29,15 +29,11 @@ WORD = r"(?u)\b\w+\b"
 
 
 class RetrievalError(RuntimeError):
-    """A call gave no ranks: no answer in its time, an actor that stays dead, a cluster that is gone."""
+    """A call gave no ranks: no answer in its time, an actor that stays dead, a cluster that is gone, NaN in vectors."""
 
 
 class ServiceNotFound(RetrievalError, UserError):
     """No retrieval service of that name runs; the message says how to start one."""
-
-
-class NonFiniteScores(RetrievalError):
-    """A vector or a score is NaN or infinite."""
 
 
 class TfidfEncoder:
@@ -126,7 +122,7 @@ def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> En
 
 
 def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
-    """Encode all titles, equal ones once; NonFiniteScores names the first whose vector is NaN or infinite."""
+    """Encode all titles, equal ones once; RetrievalError names the first whose vector is NaN or infinite."""
     texts = sorted(set(titles), key=lambda text: (len(text), text))  # a batch is padded to its longest
     parts = [encoder.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
     vectors = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else sparse.vstack(parts, format="csr")
@@ -147,10 +143,10 @@ def directions(sums: Vectors) -> Vectors:
 
 
 def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
-    """Raise NonFiniteScores naming the first text whose vector is not finite."""
+    """Raise RetrievalError naming the first text whose vector is not finite."""
     finite = np.isfinite(np.asarray(vectors.sum(1)).reshape(-1))
     if not finite.all():
-        raise NonFiniteScores(f"the encoder's vector of {texts[int(np.argmin(finite))]!r} is not finite")
+        raise RetrievalError(f"the encoder's vector of {texts[int(np.argmin(finite))]!r} is not finite")
 
 
 def _parts_of(model) -> Iterable[bytes | str]:

@@ -39,7 +39,7 @@ class Counts(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Ranks of the targets; NaN where the service gave no answer.
+    """Ranks of the targets.
 
     Attributes:
         rank: f64 [B], 1 is best.

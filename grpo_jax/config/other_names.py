@@ -72,8 +72,7 @@ GRPO_CONFIG = {
     "scale_rewards": "algorithm.scale; group, batch or none",
     "loss_type": "algorithm.preset; all of them but luspo and vespo, and gspo besides",
     "mask_truncated_completions": "algorithm.mask_truncated",
-    "sync_ref_model": "algorithm.update_ref_every; 0 for never",
-    "ref_model_sync_steps": "algorithm.update_ref_every",
+    "sync_ref_model, ref_model_sync_steps": "algorithm.update_ref_every; 0 for never",
     "top_entropy_quantile": "algorithm.entropy_share",
     "entropy_coef": "algorithm.entropy_coef",
     "use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, entropy_target": _ENTROPY,
@@ -85,8 +84,7 @@ GRPO_CONFIG = {
 """Fields that TRL 1.16 declares in `GRPOConfig` itself."""
 
 TRAINING_ARGUMENTS = {
-    "output_dir": "run_dir",
-    "run_name, logging_dir": "run_dir; the folder's name is the run's",
+    "output_dir, run_name, logging_dir": "run_dir; the folder's name is the run's",
     "per_device_train_batch_size": "training.prompts_per_batch; in prompts, over all devices",
     "gradient_accumulation_steps": "training.grad_accumulation_steps; the gradient is the whole batch's",
     "auto_find_batch_size": "training.grad_accumulation_steps; --plan says what fits",
@@ -106,32 +104,28 @@ TRAINING_ARGUMENTS = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2; .99 unless said otherwise",
     "bf16": "policy.compute_dtype: bfloat16",
-    "fp16": "policy.compute_dtype: float16",
+    "fp16": "policy.compute_dtype: bfloat16; it needs no scale of the loss",
     "tf32": "policy.matmul_precision: high",
     "bf16_full_eval, fp16_full_eval": f"{NOT_HERE}policy.compute_dtype is that of evaluation too",
     "gradient_checkpointing, gradient_checkpointing_kwargs, activation_checkpointing, "
     "activation_checkpointing_kwargs": "policy.remat: layer",
     "report_to": "report_to; tensorboard, wandb; others by a callback (docs/runs.md)",
     "project": f"{NOT_HERE}Weights & Biases reads WANDB_PROJECT (grpo_jax without it)",
-    "eval_strategy": "evaluation.every; 0 for never",
-    "eval_steps": "evaluation.every",
-    "save_strategy": "training.save_every; 0 for the end only",
-    "save_steps": "training.save_every",
+    "eval_strategy, eval_steps": "evaluation.every; 0 for never",
+    "save_strategy, save_steps": "training.save_every; 0 for the end only",
     "save_total_limit": "training.keep_checkpoints; 2 beside best and final unless said otherwise",
     "save_only_model": f"{NOT_HERE}a checkpoint holds all that resuming needs; policy/ is the model alone",
     "load_best_model_at_end": f"{NOT_HERE}--checkpoint best of evaluate and export takes checkpoints/best",
     "metric_for_best_model": "evaluation.best_by; for early stopping too",
     "early_stopping_patience": "training.early_stopping_patience; in validations",
     "resume_from_checkpoint": "resume",
-    "seed": "seed",
-    "data_seed": "seed; one for everything random",
+    "seed, data_seed": "seed; one for everything random",
     "full_determinism": "deterministic",
     "use_cpu": "devices; such as devices.policy: cpu",
     "fsdp, fsdp_config": "policy.mesh.fsdp; the number of parts (docs/scaling.md)",
     "deepspeed, accelerator_config, parallelism_config, ddp_find_unused_parameters, ddp_bucket_cap_mb, ddp_backend, "
     "ddp_timeout, local_rank": _TORCH,
-    "push_to_hub": "push_to_hub; OWNER/NAME in place of true (docs/publishing.md)",
-    "hub_model_id": "push_to_hub",
+    "push_to_hub, hub_model_id": "push_to_hub; OWNER/NAME in place of true (docs/publishing.md)",
     "hub_private_repo": f"{NOT_HERE}make a private repository on the hub first (docs/publishing.md)",
     "hub_strategy, hub_always_push, hub_revision": f"{NOT_HERE}there is one push, at the end (docs/publishing.md)",
     "hub_token": f"{NOT_HERE}the hub library's own login is used",
@@ -148,8 +142,7 @@ COMMAND = {
     "dataset_test_split": "data.test; hub:OWNER/NAME:CONFIG:SPLIT",
     "dataset_streaming": f"{NOT_HERE}rows stay on disk and are mapped into memory (docs/data.md)",
     "reward_model_name_or_path": "judges; a reward model is one, and its name a reward (docs/judges.md)",
-    "use_peft": "policy.lora.rank; above 0",
-    "lora_r": "policy.lora.rank",
+    "use_peft, lora_r": "policy.lora.rank; above 0",
     "lora_alpha": "policy.lora.alpha",
     "lora_target_modules": "policy.lora.targets",
     "lora_dropout, lora_modules_to_save, use_rslora, use_dora": f"{NOT_HERE}adapters are plain LoRA (docs/lora.md)",
@@ -233,6 +226,14 @@ def _each(names: str, successor: str) -> dict[str, str]:
 
 
 REMOVED: dict[str, str] = {
+    **_each(
+        "algorithm.resample_rounds algorithm.whiten ppo.whiten ppo.value_rate ppo.kl_estimator evaluation.gallery "
+        "evaluation.episodes evaluation.solved task.held_out task.retrieval.temperature task.retrieval.attempts "
+        "task.dummy_length task.dummy_fickle task.dummy_noise task.dummy_seed judges.NAME.counting_threshold "
+        "judges.NAME.position_threshold judges.NAME.most_objects judges.NAME.batch_attempts "
+        "judges.NAME.pool.batch_attempts judges.NAME.max_restarts judges.NAME.pool.max_restarts",
+        "is a constant now: leave it out",
+    ),
     "watch": "is eval_rewards",
     "warm_start": "is sft",
     "training.lag": "is training.async_level",
@@ -245,13 +246,8 @@ REMOVED: dict[str, str] = {
     "algorithm.discount": "is algorithm.gamma",
     "algorithm.trace": "is algorithm.gae_lambda",
     "algorithm.kl_straight_through": "left: use algorithm.kl_corrected",
-    "algorithm.resample_rounds": "is no setting any more: 3",
-    "algorithm.whiten": "is no setting any more: sequence",
     "ppo.discount": "is ppo.gamma",
     "ppo.trace": "is ppo.gae_lambda",
-    "ppo.whiten": "is no setting any more: true",
-    "ppo.value_rate": "is no setting any more: 1 (raise ppo.value_coef)",
-    "ppo.kl_estimator": "is no setting any more: k1",
     **_each("ppo.kl_target ppo.kl_horizon", "left: ppo.kl_coef stays as it is given"),
     "project": "left: Weights & Biases reads WANDB_PROJECT",
     "debug": "is an option of the command alone: --debug",
@@ -259,7 +255,6 @@ REMOVED: dict[str, str] = {
     "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
     "policy.new.architecture": "left: a new policy is a Llama",
     "policy.new.vocabulary": "left: all words of the task become tokens",
-    "evaluation.gallery": "is no setting any more: 12",
     "evaluation.sampled": "is evaluation.samples: 0 for no sampled completions",
     **_each("evaluation.top_k evaluation.top_p", "is that of training"),
     "rewards.isolated": "left: use a judge of kind function in a pool of one actor (judges.NAME.pool)",
@@ -288,7 +283,6 @@ REMOVED: dict[str, str] = {
     "task.semantic_ids": "left: task.writes title or item",
     "task.item_start": "left: items' own words begin as the vectors of their titles",
     "task.training_targets": "left: every position of a history is trained",
-    "task.held_out": "is no setting any more: 64 (evaluation.prompts and validation_prompts say how many are measured)",
     **_each("task.pairs task.pair_characters", "left: what SFT teaches follows from task.writes"),
     "task.exclude_history": "left: rankings leave the history out",
     "task.decay": "left: the decayed baselines take 0.7",
@@ -303,13 +297,7 @@ REMOVED: dict[str, str] = {
     "task.prompts": "left: task.template makes the prompts",
     **_each("task.retrieval.dense task.retrieval.dense_weight", "left: one encoder ranks the catalogue"),
     "task.retrieval.ties": "left: ties count against the target",
-    "task.retrieval.temperature": "is no setting any more: 0.05",
-    "task.retrieval.attempts": "is no setting any more: 3",
-    **_each("task.retrieval.budget task.retrieval.window", "left: 5 calls may go missing among the last 100"),
-    "task.dummy_length": "is no setting any more: 8",
-    "task.dummy_fickle": "is no setting any more: 0.1",
-    "task.dummy_noise": "is no setting any more: 0.02",
-    "task.dummy_seed": "is no setting any more: 0",
+    **_each("task.retrieval.budget task.retrieval.window", "left: a call that fails three times ends the run"),
     # kinds and configs
     "task.kind.prompt_recreation": "left: use prompt_refinement",
     "config.prompt_recreation_miniature": "left: use prompt_refinement_miniature",
@@ -325,10 +313,6 @@ REMOVED: dict[str, str] = {
         "judges.NAME.scheduler judges.NAME.scheduler_options",
         "left: the pipeline's own, set in its folder's scheduler_config.json",
     ),
-    **_each(
-        "judges.NAME.counting_threshold judges.NAME.position_threshold judges.NAME.most_objects",
-        "is no setting any more: GenEval's",
-    ),
     "judges.NAME.preprocessing": "left: pictures are resized by the model's own library",
     "judges.NAME.lora_scale": "left: LoRA weights are added as they are",
     **{
@@ -337,13 +321,9 @@ REMOVED: dict[str, str] = {
     },
     **_each("judges.NAME.batch judges.NAME.pool.batch", "left: an actor is given the judge's batch_size rows, or 32"),
     **_each("judges.NAME.in_flight judges.NAME.pool.in_flight", "left: an actor has one batch at a time"),
-    **_each("judges.NAME.batch_attempts judges.NAME.pool.batch_attempts", "is no setting any more: 3"),
-    **_each("judges.NAME.max_restarts judges.NAME.pool.max_restarts", "is no setting any more: 10"),
     # CartPole
     "rollout": "left: CartPole has algorithm.group_size; ppo plays 128 steps on each of 32 carts",
     "network": "left: CartPole's networks have a tanh layer of 64",
-    "evaluation.episodes": "is no setting any more: 100",
-    "evaluation.solved": "is no setting any more: 475",
     **_each(
         "algorithm.width algorithm.value_coef algorithm.minibatches algorithm.gae_lambda algorithm.clip_low "
         "algorithm.clip_high algorithm.kl_coef algorithm.value_clip optimizer.schedule optimizer.beta1 "

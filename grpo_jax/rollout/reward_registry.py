@@ -105,7 +105,6 @@ class TaskRewards:
         measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
         column_names: Names of these.
-        adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
     """
 
@@ -116,7 +115,6 @@ class TaskRewards:
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
     column_names: tuple[str, ...] = ()
-    adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
 
@@ -127,7 +125,7 @@ class ResolvedReward(NamedTuple):
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
         judge: The judge to ask in place of its own; "" for its own.
         messages: Whether it gets chat messages as its prompts and completions.
-        adapt: The task's wrapper; None for one of its own.
+        own: Whether it is the user's own.
     """
 
     name: str
@@ -135,7 +133,7 @@ class ResolvedReward(NamedTuple):
     judge: str = ""
     options: Mapping[str, object] = MappingProxyType({})
     messages: bool = False
-    adapt: Callable[[Reward], Reward] | None = None
+    own: bool = False
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
@@ -210,7 +208,7 @@ def resolve_rewards(
 
     def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)
-        return ResolvedReward(name, function, options=options, adapt=source.adapt)
+        return ResolvedReward(name, function, options=options, own=True)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
         """Find a reward by import path, of the task, or of the task with another judge."""
@@ -265,7 +263,7 @@ def require_columns(
     filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
     missing: dict[str, str] = {}
     for reward in (*rewards.maximised, *rewards.watched):
-        own = required_arguments(reward.function) if reward.adapt is not None else []
+        own = required_arguments(reward.function) if reward.own else []
         missing |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
     columns: dict[str, None] = {}
     for row in rows if missing else ():
@@ -295,8 +293,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
             raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
         judge_names = dict.fromkeys(judge_names, resolved.judge)
     constants = {**{argument: judges[judge] for argument, judge in judge_names.items()}, **resolved.options}
-    reward = with_arguments(function, constants, messages=resolved.messages)
-    return reward if resolved.adapt is None else resolved.adapt(reward)
+    return with_arguments(function, constants, messages=resolved.messages)
 
 
 def judge_named(name: str) -> AbstractContextManager[None]:

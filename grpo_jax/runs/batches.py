@@ -102,8 +102,6 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
         algorithm,
         weights=ctx.rewards.weights,
         conditions=ctx.rewards.conditions,
-        overlong_buffer=algorithm.overlong_buffer,
-        overlong_weight=algorithm.overlong_weight,
         max_new_tokens=ctx.config.sampling.max_new_tokens,
         valid=rollout.valid_turns if training and invalid != "prompt" else None,
         fill=invalid == "worst",

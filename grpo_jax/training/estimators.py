@@ -48,21 +48,20 @@ class Objectives(NamedTuple):
 def make_objectives(
     judged: jax.Array,
     lengths: jax.Array,
+    section: AlgorithmSection,
     *,
     weights: dict[str, float],
     conditions: Sequence[Condition] = (),
-    overlong_buffer: int = 0,
-    overlong_weight: float = 1.0,
     max_new_tokens: int,
     valid: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    The penalty grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. GDPO normalises it like any
-    objective, the other estimators add it to the sum, with `overlong_weight`. It is missing if every judged reward of
-    non-zero weight is. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are missing or,
-    with `fill`, by objective the lowest of the group's valid completions, if it has any.
+    The penalty grows to 1 over `section.overlong_buffer` tokens (0: none) up to `max_new_tokens`. GDPO normalises it
+    like any objective, the other estimators add it to the sum, with `overlong_weight`. It is missing if every judged
+    reward of non-zero weight is. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are
+    missing or, with `fill`, by objective the lowest of the group's valid completions, if it has any.
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())
@@ -71,13 +70,11 @@ def make_objectives(
     if valid is not None:
         rewards = without_invalid(rewards, jnp.asarray(valid), fill=fill)
         missing = jnp.where(valid, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
-    if overlong_buffer == 0:
+    if section.overlong_buffer == 0:
         return Objectives(rewards, names, factors)
-    penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
-    penalty = jnp.where(missing, jnp.nan, penalty)
-    return Objectives(
-        jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, overlong_weight)
-    )
+    penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=section.overlong_buffer)
+    rewards = jnp.concatenate([rewards, jnp.where(missing, jnp.nan, penalty)[..., None]], -1)
+    return Objectives(rewards, (*names, OVERLONG), (*factors, section.overlong_weight))
 
 
 def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.Array:
@@ -110,7 +107,7 @@ def make_turn_objectives(
         return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
 
     readable = None if valid is None else by_turn(valid)
-    flat = make_objectives(by_turn(judged), by_turn(lengths), valid=readable, **options)
+    flat = make_objectives(by_turn(judged), by_turn(lengths), section, valid=readable, **options)
     if turns == 1:
         return flat
     rewards = jnp.moveaxis(flat.rewards.reshape(prompts, turns, group, -1), 1, 2)

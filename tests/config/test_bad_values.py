@@ -55,7 +55,7 @@ TABLE = f"""
 --task=cartpole --rollout.group_size=8 | rollout: no such field; it left: CartPole has algorithm.group_size
 --task=cartpole --judges.renderer.steps=4 | judges: no such field
 --judges.a=open_clip --judges.a.pool.replicaz=2 | judges.a.pool.replicaz: no such field; did you mean judges.a.pool.rep
---judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is no setting
+--judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is a constant
 --judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it left: an actor has one
 # options
 --seed | --seed: expected a value

@@ -41,9 +41,8 @@ def test_its_step_is_the_trainers(folder, monkeypatch):
 
     policy = load_policy(folder)
     algorithm, training = AlgorithmSection(advantage="grpo"), TrainingSection(prompts_per_batch=4)
-    objectives = make_objectives(
-        jax.numpy.asarray(rewards)[..., None], samples.mask.sum(-1), weights={"short": 1.0}, max_new_tokens=24
-    )
+    judged, options = jax.numpy.asarray(rewards)[..., None], {"weights": {"short": 1.0}, "max_new_tokens": 24}
+    objectives = make_objectives(judged, samples.mask.sum(-1), algorithm, **options)
     batch = make_batch(policy.encode(loop.PROMPTS), samples, objectives, np.ones(4, bool), algorithm)
     update = make_update(policy, optax.sgd(1.0), algorithm, training, temperature=1.0, max_new_tokens=24)
     start = init_state({"params": policy.params}, optax.sgd(1.0), keep_reference=False)

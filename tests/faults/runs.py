@@ -27,7 +27,6 @@ _SHORT = {"max_steps": STEPS, "save_every": 2, "chunk_prompts": 2}
 _OF_TEXT: dict[str, dict[str, Any]] = {
     "text": {},
     "lora": {"policy": {"lora": {"rank": 2}}},
-    "float16": {"policy": {"compute_dtype": "float16"}},
     "ppo": {"algorithm": {"advantage": "gae", "kl_coef": 0, "update_ref_every": 0}, "ppo": {"kl_coef": 0.05}},
 }
 _SMALL = {"report_to": [], "evaluation": {"prompts": 8, "validation_prompts": 4, "every": 2}}

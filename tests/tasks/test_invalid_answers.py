@@ -16,10 +16,10 @@ VALID = np.array([[True, True, False, True], [False] * 4])
 WEIGHTS = {"a": 1.0, "b": 0.5}
 
 
-def objectives(how, judged=JUDGED, valid=VALID, **more):
+def objectives(how, judged=JUDGED, valid=VALID, **fields):
     given = {} if how == "prompt" else {"valid": valid, "fill": how == "worst"}
-    lengths = np.full(judged.shape[:2], 10)
-    return make_objectives(jnp.asarray(judged), lengths, weights=WEIGHTS, max_new_tokens=10, **given, **more)
+    section, lengths = AlgorithmSection(**fields), np.full(judged.shape[:2], 10)
+    return make_objectives(jnp.asarray(judged), lengths, section, weights=WEIGHTS, max_new_tokens=10, **given)
 
 
 def test_it_earns_the_worst_of_its_group_by_objective_or_nothing():

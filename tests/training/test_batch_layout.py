@@ -76,8 +76,8 @@ def rollout():
 
 def made(rollout, section):
     """The batch that the loop makes of it."""
-    lengths = rollout.samples.mask.sum(-1)
-    objectives = make_objectives(jnp.asarray(rollout.rewards), lengths, weights={"a": 1.0}, max_new_tokens=BUDGET)
+    judged, lengths = jnp.asarray(rollout.rewards), rollout.samples.mask.sum(-1)
+    objectives = make_objectives(judged, lengths, section, weights={"a": 1.0}, max_new_tokens=BUDGET)
     return make_batch(rollout.prompts, rollout.samples, objectives, np.ones(PROMPTS, bool), section)
 
 

@@ -44,12 +44,12 @@ def test_the_length_penalty_is_an_objective_of_its_own(rewards):
     lengths = jnp.array([[6, 8, 9, 10]] * 3)
     judged = rewards.at[0, 3].set(jnp.nan)
     names = {"a": 1.0, "b": 0.5}
-    found = make_objectives(judged, lengths, weights=names, overlong_buffer=4, max_new_tokens=10)
+    found = make_objectives(judged, lengths, AlgorithmSection(overlong_buffer=4), weights=names, max_new_tokens=10)
     assert found.names == ("a", "b", OVERLONG) and found.weights == (1.0, 0.5, 1.0)
     np.testing.assert_array_equal(found.rewards[..., :2], judged)
     np.testing.assert_allclose(found.rewards[1, :, 2], [0, -0.5, -0.75, -1])
     assert np.isnan(found.rewards[0, 3]).all()  # a completion without a reward is not judged by its length
-    without = make_objectives(judged, lengths, weights=names, max_new_tokens=10)
+    without = make_objectives(judged, lengths, AlgorithmSection(), weights=names, max_new_tokens=10)
     assert without.names == ("a", "b") and without.rewards.shape == (3, 4, 2)
     # in the sum it is added, and GDPO normalises it by itself
     summed = advantages_of(found, advantage="grpo")[1:]
@@ -63,9 +63,10 @@ def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
     """A reward of weight 0 is watched alone: its value does not make a completion one that was judged."""
     judged = rewards.at[0, 3, 1].set(jnp.nan)
     lengths = jnp.full((3, 4), 9)
-    options = {"weights": {"watched": 0.0, "b": 0.5}, "overlong_buffer": 4, "max_new_tokens": 10}
+    section = AlgorithmSection(overlong_buffer=4, overlong_weight=0.25)
+    options = {"weights": {"watched": 0.0, "b": 0.5}, "max_new_tokens": 10}
     for valid in (None, np.ones((3, 4), bool)):
-        found = make_objectives(judged, lengths, overlong_weight=0.25, valid=valid, **options)
+        found = make_objectives(judged, lengths, section, valid=valid, **options)
         assert found.weights == (0.0, 0.5, 0.25)
         assert np.isnan(found.rewards[0, 3, 2]) and np.isfinite(found.rewards[..., 2]).sum() == 11
 

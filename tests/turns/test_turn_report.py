@@ -7,7 +7,6 @@ import pytest
 from support.rollouts import rollout_of
 
 from grpo_jax.runs.metrics import turn_measures
-from grpo_jax.runs.results import turns_table
 
 nan = math.nan
 VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing
@@ -53,13 +52,3 @@ def test_measures_of_turns_are_those_of_a_loop():
         for what, expected in loop(n).items():
             assert came[f"{name}_{what}"] == pytest.approx(expected, nan_ok=True), (name, what)
     assert came["share_kept"] == 0.5 and came["share_gain"] == pytest.approx(0.0)
-
-
-def test_the_table_has_a_line_for_each_measure():
-    measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "valid": 1.0}
-    table = turns_table({name: {"before": 0.0, "after": value} for name, value in measures.items()})
-    assert table.columns == ("measure", "training", "turn 1", "turn 2", "turn 3", "peak", "kept", "gain")
-    assert [row[:2] for row in table.rows] == [
-        (name, when) for name in ("share", "score") for when in ("before", "after")
-    ]
-    assert table.rows[1][2:] == (0.5625, 0.6875, 0.6, 0.8125, 0.5, 0.0)

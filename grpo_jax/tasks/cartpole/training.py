@@ -1,4 +1,4 @@
-"""Training on CartPole as one function: `make_train(config).train(key)`, which jits and vmaps over seeds."""
+"""Training on CartPole as pure functions, `make_train(config)`, which jit and vmap over seeds."""
 
 from __future__ import annotations
 
@@ -70,14 +70,13 @@ class Training(NamedTuple):
     """Pure functions of a config.
 
     `evaluate` measures the greedy policy on fresh starts; `block` runs `evaluation.every` iterations, whose metrics
-    are f32 `[every]`, and then measures; `train` runs all blocks, whose metrics are f32 `[blocks, every]`.
+    are f32 `[every]`, and then measures.
     """
 
     init: Callable[[jax.Array], Carry]
     iterate: Callable[[Carry], tuple[Carry, Metrics]]
     evaluate: Callable[[Carry], Metrics]
     block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
-    train: Callable[[jax.Array], tuple[Carry, tuple[Metrics, Metrics]]]
 
 
 def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:
@@ -338,11 +337,4 @@ def make_train(config: CartPoleConfig) -> Training:
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)
         return state, metrics, evaluate(state)
 
-    def train(key: jax.Array) -> tuple[Carry, tuple[Metrics, Metrics]]:
-        def turn(state: Carry, _: None) -> tuple[Carry, tuple[Metrics, Metrics]]:
-            state, metrics, measures = block(state)
-            return state, (metrics, measures)
-
-        return jax.lax.scan(turn, init(key), length=iterations // config.evaluation.every)
-
-    return Training(init, iterate, evaluate, block, train)
+    return Training(init, iterate, evaluate, block)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from scipy import sparse
@@ -34,40 +34,25 @@ Measure = Callable[[np.ndarray], np.ndarray]
 Gain = Literal["ndcg", "mrr", "hit"]
 
 
-class RankCounts(NamedTuple):
-    """i64 [B] each: items that score better than the target, and others that score the same."""
-
-    better: np.ndarray
-    ties: np.ndarray
-
-
-def count_better(
+def target_ranks(
     scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
-) -> RankCounts:
-    """Count, for each row of scores [B, I], the items that score better than the target and the same.
+) -> np.ndarray:
+    """Return the rank f64 [B], from 1, of each row's target among its scores [B, I]; ties stand before it.
 
     A score may be -inf, but not NaN. `targets` [B] and `exclude` are rows of the catalogue; those excluded are left
     out, but never the target. Scores that differ by no more than `tolerance` are ties: the same sum in another order
     is not ranked by a rounding.
     """
     scores = np.asarray(scores)
-    target_scores = scores[np.arange(len(scores)), targets][:, None]
-    better, worse = scores > target_scores + tolerance, scores < target_scores - tolerance
+    worse = scores < scores[np.arange(len(scores)), targets][:, None] - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
     left_out = [list(set(rows) - {int(target)}) for rows, target in zip(exclude, targets, strict=True)]
-    above = [int(line.sum() - line[rows].sum()) for line, rows in zip(better, left_out, strict=True)]
-    below = [int(line.sum() - line[rows].sum()) for line, rows in zip(worse, left_out, strict=True)]
-    others = [scores.shape[1] - 1 - len(rows) for rows in left_out]
-    return RankCounts(np.array(above), np.array(others) - above - below)
-
-
-def rank_of(counts: RankCounts) -> np.ndarray:
-    """Return the target's rank f64 [B], from 1; ties stand before it."""
-    return 1.0 + np.asarray(counts.better, np.float64) + np.asarray(counts.ties, np.float64)
+    below = [line.sum() - line[rows].sum() for line, rows in zip(worse, left_out, strict=True)]
+    return np.array([scores.shape[1] - len(rows) for rows in left_out], np.float64) - below
 
 
 def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
-    """Return a measure of ranks, which count from 1; NaN (unknown) stays NaN, ranks beyond `k` earn 0.
+    """Return a measure of ranks, which count from 1; ranks beyond `k` earn 0.
 
     "ndcg" is the normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin &
     Kekäläinen 2002), "mrr" the reciprocal rank, "hit" the hit rate. Without a cut-off `k` every ranking is a hit; "hit"
@@ -75,10 +60,10 @@ def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) 
     """
     rank = np.asarray(rank, np.float64)
     if name == "hit":
-        values = (items - rank + 1.0) / items if k is None else np.where(np.isnan(rank), np.nan, 1.0)
+        values = (items - rank + 1.0) / items if k is None else np.ones_like(rank)
     else:
         values = 1.0 / (np.log2(1.0 + rank) if name == "ndcg" else rank)
-    return values if k is None else np.where(rank > k, 0.0, values)  # NaN is not beyond k
+    return values if k is None else np.where(rank > k, 0.0, values)
 
 
 ndcg = functools.partial(gain, "ndcg")
@@ -89,11 +74,6 @@ hit = functools.partial(gain, "hit")
 _MOST_SCORES, _MOST_USERS = 2**23, 512
 
 
-def users_at_once(items: int) -> int:
-    """Return how many users' scores are held at once, so that memory does not grow with the catalogue."""
-    return max(1, min(_MOST_USERS, _MOST_SCORES // items))
-
-
 DECAY = 0.7
 """Weight of each older item in the decayed baselines."""
 Scores = Callable[[int, int], np.ndarray]
@@ -102,22 +82,22 @@ Scores = Callable[[int, int], np.ndarray]
 
 Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
 """B texts, target rows and histories (rows, oldest first), which are left out → `bridges.retrieval.ranking.Ranks`: the
-targets' ranks, NaN where there is none, and probabilities."""
+targets' ranks and probabilities."""
 
 
-def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:
-    """Return the counts of items before and level with each target.
+def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:
+    """Return the rank f64 [U] of each target.
 
     Rows, U ≥ 1, have the columns "target_row" and "history". Scores that differ by no more than 1e-6 are ties.
     """
     parts = []
-    block = users_at_once(items)
+    block = max(1, min(_MOST_USERS, _MOST_SCORES // items))  # memory does not grow with the catalogue
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         targets = np.array([column["target_row"] for column in columns])
         histories = [column["history"] for column in columns]
-        parts.append(count_better(score(start, start + len(columns)), targets, histories, tolerance=1e-6))
-    return RankCounts(*map(np.concatenate, zip(*parts, strict=True)))
+        parts.append(target_ranks(score(start, start + len(columns)), targets, histories, tolerance=1e-6))
+    return np.concatenate(parts)
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
@@ -203,7 +183,7 @@ def title_baselines(
 ) -> dict[str, np.ndarray]:
     """Return the ranks f64 [U] by titles as queries: the last one and the target's own, the retriever's ceiling.
 
-    NaN where the retriever failed. With `mixed`, which ranks texts as the policy's are ranked, the own title is asked
+    With `mixed`, which ranks texts as the policy's are ranked, the own title is asked
     for so, and the empty text and the last title become rows of their own. One call has `block` examples.
     """
     parts: list[dict[str, np.ndarray]] = []

@@ -42,34 +42,25 @@ class Target(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Interactions that training knows of each user, perhaps none, and targets that it does not know.
+    """Interactions that training knows of each user, perhaps none, and the targets of each part."""
 
-    `starts` is how many items the file has before each user.
-    """
-
-    starts: tuple[int, ...]
     known: tuple[UserSequence, ...]
-    validation: tuple[Target, ...]
-    test: tuple[Target, ...]
+    train: list[Target]
+    validation: list[Target]
+    test: list[Target]
 
 
 def last_split(users: Sequence[UserSequence]) -> Split:
     """Each user's last items: of x1 … xn, xn is the test target, xn-1 (if n ≥ 3) for validation, the rest known."""
-    starts = tuple(itertools.accumulate((len(user.items) for user in users), initial=0))[:-1]
-    places = [(start, user, len(user.items) - 1) for start, user in zip(starts, users, strict=True)]
-    known = tuple(UserSequence(user.user, user.items[:-2]) for user in users)
-    validation = tuple(_target(start, user, last - 1) for start, user, last in places if last >= 2)
-    return Split(starts, known, validation, tuple(_target(*place) for place in places))
-
-
-def known_targets(split: Split) -> list[Target]:
-    """Return the training targets y2 … ym of known sequences y1 … ym."""
-    known = zip(split.starts, split.known, strict=True)
-    return [_target(start, user, place) for start, user in known for place in range(1, len(user.items))]
-
-
-def _target(start: int, user: UserSequence, place: int) -> Target:
-    return Target(user.user, user.items[:place], user.items[place], start + place)
+    split = Split(tuple(UserSequence(user.user, user.items[:-2]) for user in users), [], [], [])
+    before = 0  # items of the file
+    for name, items in users:
+        targets = [Target(name, items[:place], items[place], before + place) for place in range(1, len(items))]
+        split.train.extend(targets[:-2])
+        split.validation.extend(targets[-2:-1])
+        split.test.extend(targets[-1:])
+        before += len(items)
+    return split
 
 
 NO_TITLE = "(no title)"
@@ -106,10 +97,9 @@ def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> 
 
     Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
     """
-    train = known_targets(split)
-    if not train:
+    if not split.train:
         raise UserError("no user has four items: a history and a target to train on, and two that are held out")
-    rows, validation, test = (_examples(part, catalogue, task) for part in (train, split.validation, split.test))
+    rows, validation, test = (_examples(part, catalogue, task) for part in split[1:])
     return PromptSet(rows, _shuffled(validation), _shuffled(test))
 
 

@@ -38,7 +38,6 @@ from grpo_jax.tasks.recommendation.rewards import (
     ranking_columns,
     reward_columns,
     task_rewards,
-    where_ranked,
 )
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
 
@@ -93,7 +92,6 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
             always_watched=(FUSED, RANK) if fused else (RANK,),
             measures=measure,
             columns=ranked,
-            adapt=where_ranked,
         ),
         report=TaskReport(
             references=lambda rows: {"oracle": [catalogue.written[row.columns["target_row"]] for row in rows]},

@@ -18,7 +18,6 @@ from grpo_jax.tasks.recommendation.baselines import (
     mrr,
     ndcg,
     rank_all,
-    rank_of,
     taken_counts,
     title_baselines,
 )
@@ -37,30 +36,28 @@ POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50"
 class TableRow(NamedTuple):
     """One method on one group of users: "all", or a part of them.
 
-    `missing` counts further users who have no rank because the retriever failed; they are in no mean. `measures` has
-    each measure's mean and interval; it is empty where nobody was measured.
+    `measures` has each measure's mean and interval.
     """
 
     method: str
     group: str
     users: int
-    missing: int
     measures: dict[str, Interval]
 
 
 def measure_users(rank: np.ndarray) -> np.ndarray:
-    """Return every measure of MEASURES for every user, f64 [U, 16]; NaN where the rank is."""
+    """Return every measure of MEASURES for every user, f64 [U, 16]."""
     kinds = (hit, ndcg, mrr)
     return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), mrr(rank)], axis=1)
 
 
 def make_table(ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None) -> list[TableRow]:
-    """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U]."""
+    """Measure every method's ranks f64 [U] on all users and on each group, bool [U]."""
     return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {})
 
 
 def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> list[TableRow]:
-    """Measure the differences of two methods, user by user, on the users who have both ranks.
+    """Measure the differences of two methods, user by user.
 
     A user who is hard for both methods widens neither end of the interval: it is clear of zero where the intervals of
     the two methods may well overlap.
@@ -72,16 +69,12 @@ def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str
 
 
 def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]) -> list[TableRow]:
-    """Return a row for all users and each group of each method's values f64 [U, 16], NaN for missing users."""
+    """Return a row for all users and each group of each method's values f64 [U, 16]."""
     rows = []
     for method, measured in values.items():
-        ranked = ~np.isnan(measured).any(axis=1)
-        for group, members in {ALL: np.ones(len(ranked), bool), **groups}.items():
-            counted = ranked & members
-            users = int(counted.sum())
-            intervals = map(mean_interval, measured[counted].T) if users else []
-            measures = dict(zip(MEASURES, intervals, strict=False))
-            rows.append(TableRow(method, group, users, int(members.sum()) - users, measures))
+        for group, members in {ALL: np.ones(len(measured), bool), **groups}.items():
+            measures = dict(zip(MEASURES, map(mean_interval, measured[members].T), strict=True))
+            rows.append(TableRow(method, group, int(members.sum()), measures))
     return rows
 
 
@@ -98,7 +91,7 @@ def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.n
 def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
     """Return the table as plain values, for JSON."""
     measures = [{name: interval._asdict() for name, interval in row.measures.items()} for row in rows]
-    counts = [dict(zip(TableRow._fields[:4], row, strict=False)) for row in rows]
+    counts = [dict(zip(TableRow._fields[:3], row, strict=False)) for row in rows]
     return [{**count, **means} for count, means in zip(counts, measures, strict=True)]
 
 
@@ -119,8 +112,8 @@ def table_cells(
     groups = []
     for group in dict.fromkeys(row.group for row in rows):
         part = [row for row in rows if row.group == group]
-        heading = f"{group}: {max(row.users + row.missing for row in part)} users"
-        cells = [[_label(row), *(_cell(row.measures.get(name), signed) for name in measures)] for row in part]
+        heading = f"{group}: {part[0].users} users"
+        cells = [[row.method, *(_cell(row.measures[name], signed) for name in measures)] for row in part]
         groups.append((heading, cells))
     return groups
 
@@ -132,13 +125,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(text.rstrip() for text in texts)
 
 
-def _label(row: TableRow) -> str:
-    return f"{row.method} ({row.missing} without a rank)" if row.missing else row.method
-
-
-def _cell(interval: Interval | None, signed: bool) -> str:
-    if interval is None:
-        return "–"
+def _cell(interval: Interval, signed: bool) -> str:
     star = "*" if signed and (interval.low > 0 or interval.high < 0) else ""
     mean, low, high = (format(value, "+.4f" if signed else ".4f") for value in interval)
     return f"{mean} [{low}, {high}]{star}"
@@ -150,8 +137,7 @@ PRIOR = "prior alone"
 def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = False) -> dict[str, list[float]]:
     """Return the ranks of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
-    The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
-    prior.
+    The last watched measure is the rank; with `fused` the one before it is the rank with the prior.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
     watched = {kind: one.final_eval_rewards[:, 0] for kind, one in rollouts.items()}
@@ -178,7 +164,7 @@ def findings(
     scores = count_baselines(dataset.known, len(dataset.catalogue), rows)
     if prior is not None:
         scores[PRIOR] = lambda start, stop: prior(histories[start:stop])
-    ranks = {name: rank_of(rank_all(score, rows, items=len(dataset.catalogue))) for name, score in scores.items()}
+    ranks = {name: rank_all(score, rows, items=len(dataset.catalogue)) for name, score in scores.items()}
     ranks |= title_baselines(ask, rows, mixed=mixed)
     ranks |= {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
@@ -211,8 +197,8 @@ def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> lis
         "The oracle asks with the target's own title. Targets are grouped by how many users took them in training."
     )
     paired_note = (
-        "User by user, with the 95 % interval over users who have both ranks; * where it is clear of "
-        "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds."
+        "User by user, with the 95 % interval; * where it is clear of zero. After − before is what reinforcement "
+        "brought; + prior − prior alone is what the policy adds."
     )
     return tables + [
         Table("Paired differences", columns, cells, paired_note) for _, cells in table_cells(paired, signed=True)

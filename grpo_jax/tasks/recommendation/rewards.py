@@ -2,12 +2,12 @@
 
 A reward is ``reward(prompts, completions, **columns) -> list[float | None]``. The columns of this task are
 
-    rank            where the target stands among all items, from 1; NaN where the retriever gave no answer
+    rank            where the target stands among all items, from 1
     probability     of the target in the softmax over all items' similarities to the completion
     user, target, target_title, last_title, target_row, history     of the example
 
-A missing rank gives a missing reward, never a 0. A text that is empty or makes no sense is no failure: it resembles
-nothing, ties count against the target, and it earns what the last place earns.
+A text that is empty or makes no sense is no failure: it resembles nothing, ties count against the target, and it earns
+what the last place earns.
 """
 
 from __future__ import annotations
@@ -19,30 +19,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rewards import (
-    PROGRESS,
-    WHERE_NAMED,
-    Maker,
-    Reward,
-    accepted_arguments,
-    as_list,
-    asking_also,
-    asks,
-    finished,
-)
+from grpo_jax.rollout.rewards import Maker, Reward
 from grpo_jax.tasks.recommendation import FUSED, RANK
 from grpo_jax.tasks.recommendation.baselines import (
     Gain,
     Measure,
     Prior,
-    count_better,
     gain,
     hit,
     item_scores,
     levelled,
     mrr,
     ndcg,
-    rank_of,
+    target_ranks,
 )
 from grpo_jax.tasks.recommendation.catalogue import Items
 
@@ -95,48 +84,15 @@ def measure(name: str) -> Reward | None:
 
 
 def _of_rank(measure: Measure) -> Reward:
-    def reward(rank: Sequence[float], **_: object) -> list[float | None]:
-        return _listed(measure(np.asarray(rank, np.float64)))
+    def reward(rank: Sequence[float], **_: object) -> list[float]:
+        return measure(np.asarray(rank, np.float64)).tolist()
 
     return reward
 
 
-def soft(probability: Sequence[float], **_: object) -> list[float | None]:
+def soft(probability: Sequence[float], **_: object) -> list[float]:
     """Return the target's probability under the retriever: dense where ranks are sparse, an objective beside them."""
-    return _listed(np.asarray(probability, np.float64))
-
-
-def _listed(values: np.ndarray) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in values]
-
-
-def where_ranked(reward: Reward) -> Reward:
-    """Wrap a user's own reward: it is called with ranked completions alone, and missing for the others.
-
-    It need not know that a retriever can fail, and a failure becomes no number in it.
-    """
-
-    @functools.wraps(reward, updated=())
-    def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Sequence[object]) -> list[object]:
-        ranked_rows = [i for i, value in enumerate(rank) if not np.isnan(value)]
-        values: list[object] = [None] * len(rank)
-        if not ranked_rows:
-            return values
-        every = {"completions": completions, "rank": rank, **columns}
-        part = {
-            name: column if name in PROGRESS else [column[i] for i in ranked_rows] for name, column in every.items()
-        }
-        answers = as_list(finished(reward(**accepted_arguments(reward, part))), len(ranked_rows))
-        for i, answer in zip(ranked_rows, answers, strict=True):
-            values[i] = answer
-        return values
-
-    # The caller sees this function, which takes every column, whatever the reward names.
-    del ranked.__wrapped__
-    ranked.__signature__ = asking_also(  # type: ignore[attr-defined]
-        ranked, [name for name in WHERE_NAMED if asks(reward, name)]
-    )
-    return ranked
+    return list(probability)
 
 
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
@@ -163,7 +119,7 @@ def ranking_columns(
     if prior is None:
         return {LISTED_RANK: places}
     fused = levelled(item_scores(ranked, scores, items.count)) + prior(histories)
-    return {LISTED_RANK: places, FUSED_RANK: rank_of(count_better(fused, np.array(targets), histories)).tolist()}
+    return {LISTED_RANK: places, FUSED_RANK: target_ranks(fused, np.array(targets), histories).tolist()}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:

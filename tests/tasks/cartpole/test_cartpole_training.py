@@ -1,4 +1,4 @@
-"""Training on CartPole: one compiled function, alike for one seed and for many, and it learns."""
+"""Training on CartPole: one compiled block, alike for one seed and for many, and it learns."""
 
 import jax
 import numpy as np
@@ -11,9 +11,24 @@ from grpo_jax.tasks.cartpole.training import make_train
 GDPO = {"name": "gdpo", "epochs": 3, "group_size": 8, "objectives": ["upright", "centred"], "condition": 20}
 
 
+def trainer(config, **options):
+    """(train, block): train(keys) → the last state, metrics [seeds, blocks, every], measures [seeds, blocks]."""
+    training = make_train(config)
+    start, block = jax.jit(jax.vmap(training.init)), jax.jit(jax.vmap(training.block), **options)
+
+    def train(keys):
+        state, made = start(keys), []
+        for _ in range(config.training.iterations // config.evaluation.every):
+            state, *rows = block(state)
+            made.append(rows)
+        return state, jax.tree.map(lambda *parts: np.stack(parts, axis=1), *made)
+
+    return train, block
+
+
 def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
     sections = {"optimizer": {"learning_rate": 3e-3}, "training": {"iterations": 4}, "evaluation": {"every": 2}}
-    train = jax.jit(jax.vmap(make_train(make_config(sections, task="cartpole", algorithm=GDPO)).train))
+    train, block = trainer(make_config(sections, task="cartpole", algorithm=GDPO))
     state, (metrics, measures) = train(seed_keys(0, 3))
     assert (state.iteration == 4).all()
     metrics = {name: np.reshape(values, (3, 4)) for name, values in metrics.items()}  # [seeds, blocks, every]
@@ -28,7 +43,7 @@ def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
     np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * metrics["episode_return"], rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, state.variables, train(seed_keys(0, 3))[0].variables)
     assert not np.array_equal(metrics["loss"].ravel(), np.ravel(train(seed_keys(7, 3))[1][0]["loss"]))
-    assert train._cache_size() == 1
+    assert block._cache_size() == 1
 
 
 @pytest.mark.slow
@@ -49,8 +64,8 @@ def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
 )
 def test_it_learns(sections):
     """Two seeds, from falling to standing."""
-    training = make_train(make_config(sections, task="cartpole", evaluation={"every": 10}))
+    config = make_config(sections, task="cartpole", evaluation={"every": 10})
     # What runs for long is worth XLA's time.
-    train = jax.jit(jax.vmap(training.train), compiler_options={"xla_backend_optimization_level": 1})
+    train, _ = trainer(config, compiler_options={"xla_backend_optimization_level": 1})
     _, (metrics, measures) = train(seed_keys(20, 2))
     assert metrics["episode_return"][:, 0, 0].mean() < 150 and measures["episode_return"][:, -1].min() > 450

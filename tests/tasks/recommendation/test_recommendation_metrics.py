@@ -21,9 +21,8 @@ from grpo_jax.tasks.recommendation import baselines, rewards
     ],
 )
 def test_items_before_and_level_with_the_target_by_hand(scores, target, history, tolerance, expected):
-    counts = baselines.count_better(np.array([scores]), np.array([target]), [history], tolerance=tolerance)
-    assert (int(counts.better[0]), int(counts.ties[0])) == expected
-    assert baselines.rank_of(counts).tolist() == [1 + sum(expected)]
+    rank = baselines.target_ranks(np.array([scores]), np.array([target]), [history], tolerance=tolerance)
+    assert rank.tolist() == [1 + sum(expected)]  # items before the target, and level with it
 
 
 MEASURES = {
@@ -44,7 +43,7 @@ def test_measures_agree_with_ranx():
     rng = np.random.default_rng(0)
     scores = rng.permuted(np.tile(np.arange(40.0), (25, 1)), axis=1)  # no two alike: ranx knows no rule for ties
     targets = rng.integers(0, 40, 25)
-    ranks = baselines.rank_of(baselines.count_better(scores, targets, [[]] * 25))
+    ranks = baselines.target_ranks(scores, targets, [[]] * 25)
     qrels = ranx.Qrels({f"u{u}": {f"i{target}": 1} for u, target in enumerate(targets)})
     run = ranx.Run({f"u{u}": {f"i{i}": score for i, score in enumerate(row)} for u, row in enumerate(scores)})
     ranx.evaluate(qrels, run, list(MEASURES))
@@ -54,32 +53,16 @@ def test_measures_agree_with_ranx():
 
 
 def test_measures_by_hand():
-    rank = np.array([1.0, 2.0, 3.0, 10.0, 11.0, np.nan])
-    nan = math.nan
-    np.testing.assert_allclose(baselines.ndcg(rank, k=10), [1, 1 / math.log2(3), 0.5, 1 / math.log2(11), 0, nan])
+    rank = np.array([1.0, 2.0, 3.0, 10.0, 11.0])
+    np.testing.assert_allclose(baselines.ndcg(rank, k=10), [1, 1 / math.log2(3), 0.5, 1 / math.log2(11), 0])
     np.testing.assert_allclose(baselines.ndcg(rank)[4], 1 / math.log2(12))
-    np.testing.assert_allclose(baselines.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0, nan])
-    np.testing.assert_allclose(baselines.hit(rank, k=2), [1, 1, 0, 0, 0, nan])
-    np.testing.assert_allclose(baselines.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5, nan])
+    np.testing.assert_allclose(baselines.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0])
+    np.testing.assert_allclose(baselines.hit(rank, k=2), [1, 1, 0, 0, 0])
+    np.testing.assert_allclose(baselines.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5])
 
 
-def test_a_missing_rank_is_a_missing_reward_and_a_reward_of_the_users_own_never_sees_it():
-    rank, probability = np.array([1.0, 2.0, 7.0, math.nan, 12.0, 1000.0]), [0.5, 0.25, 0.125, math.nan, 0.0625, 0.0]
-    seen = []
-
-    def own(rank, target_title):
-        seen.append((list(rank), list(target_title)))
-        return np.array([1 / r for r in rank])
-
-    columns = {"target_title": list("abcdef"), **rewards.reward_columns(rank, probability)}
-    wrapped = rewards.where_ranked(own)
-    assert wrapped.__name__ == "own"
-    functions = {"own": wrapped, "mrr": rewards.make_reward("mrr", 1000, k=10), "soft": rewards.soft}
-    values = collect_rewards(functions, ["p"] * 6, ["c"] * 6, columns, 2).reshape(6, 3)
-    assert seen == [([1.0, 2.0, 7.0, 12.0, 1000.0], ["a", "b", "c", "e", "f"])]
-    np.testing.assert_allclose(values[:, 0], [1, 0.5, 1 / 7, math.nan, 1 / 12, 1e-3], rtol=1e-6)
-    np.testing.assert_allclose(values[:, 1], [1, 0.5, 1 / 7, math.nan, 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(values[:, 2], probability)
-    nothing = columns | rewards.reward_columns(np.full(6, math.nan), probability)
-    assert np.isnan(collect_rewards({"own": wrapped}, ["p"] * 6, ["c"] * 6, nothing, 2)).all()
-    assert len(seen) == 1
+def test_rewards_are_measures_of_the_rank_or_the_probability():
+    rank, probability = np.array([1.0, 2.0, 7.0, 12.0]), [0.5, 0.25, 0.125, 0.0625]
+    functions = {"mrr": rewards.make_reward("mrr", 1000, k=10), "soft": rewards.soft}
+    values = collect_rewards(functions, ["p"] * 4, ["c"] * 4, rewards.reward_columns(rank, probability), 2)
+    np.testing.assert_allclose(values.reshape(4, 2).T, [[1, 0.5, 1 / 7, 0], probability], rtol=1e-6)

@@ -19,7 +19,7 @@ from grpo_jax.train import main, run
 
 OWN = '''
 def brand(completions, target_title, rank, worth=1.0):
-    """What it is worth that the brand is right; asked only where there is a rank."""
+    """What it is worth that the brand is right."""
     assert all(value >= 1 for value in rank)
     return [worth * (text.split()[:1] == title.split()[:1]) for text, title in zip(completions, target_title)]
 '''
@@ -87,7 +87,7 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
         for kind, method in named.items():
             assert means[kind] == pytest.approx(table[method][measure]["mean"], rel=1e-5)
         assert all(row[measure]["low"] <= row[measure]["mean"] <= row[measure]["high"] for row in table.values())
-    assert all(row["users"] == 12 and row["missing"] == 0 for row in table.values())
+    assert all(row["users"] == 12 for row in table.values())
     assert table["oracle: own title"]["NDCG@10"]["mean"] > 0.9
     report, log = (folder / "whole" / "report.html").read_text(), (folder / "whole" / "train.log").read_text()
     for method in methods:
@@ -181,8 +181,7 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
         return count(backend, parts)
 
     monkeypatch.setattr(LocalBackend, "count", dying)
-    for name, value in (("ATTEMPTS", 1), ("BUDGET", 0)):
-        monkeypatch.setattr(retrieval, name, value)
+    monkeypatch.setattr(retrieval, "ATTEMPTS", 1)
     with pytest.raises(StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; go on with --resume"):
         run(config_of(folder, "broken", sft={"steps": 0}))
     assert not (folder / "broken" / "summary.json").exists()

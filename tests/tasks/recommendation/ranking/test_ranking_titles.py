@@ -15,7 +15,7 @@ from grpo_jax.recommend import load_recommender
 from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
-from grpo_jax.tasks.recommendation.baselines import count_better, rank_of
+from grpo_jax.tasks.recommendation.baselines import target_ranks
 from grpo_jax.tasks.recommendation.dataset import load_dataset, make_world
 from grpo_jax.tasks.recommendation.loading import policy_ranking
 from grpo_jax.train import main
@@ -73,7 +73,7 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     np.testing.assert_allclose(policy_ranking(config, policy, dataset.catalogue, rows)(rows), scores, atol=1e-4)
     columns = [row.columns for row in rows]
     targets, histories = ([one[name] for one in columns] for name in ("target_row", "history"))
-    ranks = rank_of(count_better(scores, np.array(targets), histories))
+    ranks = target_ranks(scores, np.array(targets), histories)
     measured = json.loads((run / "summary.json").read_text())["evaluation"]["mrr"]["after"]
     assert measured == pytest.approx(np.mean(1 / ranks), abs=2e-3) and max(ranks) > 100
 

@@ -235,21 +235,17 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
     """Return title or id → the first item of that name; a UserError where there is none.
 
-    A letter and its accent may be written as one character or as two; case and marks of titles do not matter.
+    Case, marks and forms of characters (NFKC) of titles do not matter.
     """
-
-    def composed(name: str) -> str:
-        return unicodedata.normalize("NFC", name)
 
     def spelled(title: str) -> str:
         return plain(unicodedata.normalize("NFKC", title))
 
-    ids = {composed(name): row for row, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
     titles = {spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
     titles.pop("", None)
 
     def row_of(title: str) -> int:
-        row = ids.get(title, ids.get(composed(title), titles.get(spelled(title))))
+        row = catalogue.rows.get(title, titles.get(spelled(title)))
         if row is None:
             raise UserError(f"no item is called {one_line(repr(title), 80)}")
         return row

@@ -9,10 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
-from grpo_jax.models.hf import load_folder
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.hf import read_folder
+from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.variables import VISUAL
-from grpo_jax.models.vision.pictures import Picture, pack_pictures
+from grpo_jax.models.vision.pictures import Picture, pack_rows
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import Objectives
@@ -34,7 +34,7 @@ def make_phases(case: work.Case, loaded, remat: str):
     forward, ppo = make_forward(policy, temperature=1.0), PPOSection()
     prepare = make_preparation(forward, ALGORITHM, ppo, training)
     step = make_configured_step(forward, optimizer, ALGORITHM, training, ppo, max_new_tokens=case.new_tokens)
-    variables = {"params": loaded.params} | ({VISUAL: loaded.visual} if case.picture else {})
+    variables = {"params": loaded.params} | ({VISUAL: loaded.variables[VISUAL]} if case.picture else {})
     # On its device from the start, as in a run: the first update would put it there, and all compile again.
     state = jax.device_put(init_state(variables, optimizer, keep_reference=True), jax.devices()[0])
     return sample, jax.jit(policy.encode_images) if case.picture else None, prepare, step, state
@@ -50,7 +50,7 @@ def encode(case: work.Case, loaded, processor, iteration: int):
     encoded = processor(images=work.pictures(case, iteration), text=marked, return_tensors="np")
     grids = [(int(height), int(width)) for _, height, width in encoded["image_grid_thw"]]
     patches = np.split(encoded["pixel_values"], np.cumsum([height * width for height, width in grids])[:-1])
-    pictures = pack_pictures([[Picture(*one)] for one in zip(patches, grids, strict=True)], loaded.config.vision)
+    pictures = pack_rows([[Picture(*one)] for one in zip(patches, grids, strict=True)], loaded.config.vision)
     return encoded["input_ids"], encoded["attention_mask"].astype(bool), pictures
 
 
@@ -60,7 +60,7 @@ def read(given: work.Assignment):
     reader = PreTrainedTokenizerFast
     if given.case.picture:
         from transformers import AutoProcessor as reader  # brings torch with it, which counts as memory
-    loaded = load_folder(given.folder, tokenizer=False, vision=bool(given.case.picture))
+    loaded = load_policy(read_folder(given.folder, tokenizer=False), vision=bool(given.case.picture))
     return loaded, reader.from_pretrained(str(given.folder))
 
 

@@ -186,13 +186,12 @@ def transformers_text(architecture: str) -> Figures:
     """The test's comparison: log-probabilities, the GRPO loss, and every gradient."""
     needs("torch", "transformers")
     from support import torch_reference as reference
-
-    from grpo_jax.models import hf
+    from support.folders import load_folder
 
     model, batch = reference.model(architecture), reference.group_batch()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = hf.load_folder(Path(folder), tokenizer=False)
+        loaded = load_folder(Path(folder), tokenizer=False)
     logits = reference.completion_logits(model, batch)
     advantages = np.ones(batch[2].shape[:2], np.float32)
     logs, _ = reference.grpo(logits, batch, advantages, np.zeros((2, *batch[2].shape), np.float32))

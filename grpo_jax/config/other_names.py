@@ -104,7 +104,7 @@ TRAINING_ARGUMENTS = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2; .99 unless said otherwise",
     "bf16": "policy.compute_dtype: bfloat16",
-    "fp16": "policy.compute_dtype: float16",
+    "fp16": "policy.compute_dtype: bfloat16; it needs no scale of the loss",
     "tf32": "policy.matmul_precision: high",
     "bf16_full_eval, fp16_full_eval": f"{NOT_HERE}policy.compute_dtype is that of evaluation too",
     "gradient_checkpointing, gradient_checkpointing_kwargs, activation_checkpointing, "

@@ -31,7 +31,7 @@ from grpo_jax.config.named import name_tools
 TODAY = "today"
 """Of data.chat_template_options: the date that a template writes."""
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16"]
 Precision = Literal["default", "high", "highest"]
 
 
@@ -114,7 +114,7 @@ class PolicySection(Section):
     new: NewPolicySection = Field(default_factory=NewPolicySection)
     """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"
-    """Type of the activations; float16 comes with a dynamic scale of the loss."""
+    """Type of the activations."""
     matmul_precision: Precision | None = None
     """Of matrix products (jax.default_matmul_precision); null is "highest" with compute_dtype float32, where GPUs take
     TF32 and TPUs bfloat16 otherwise, and else JAX's default. Judges in PyTorch follow it: "highest" is full float32."""

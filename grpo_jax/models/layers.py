@@ -45,9 +45,6 @@ class Naming(NamedTuple):
     transposed: bool  # kernels are stored [out, in] (Linear), not [in, out] (Conv1D)
     constants: str  # pattern of tensors that old folders store although nothing is learned in them
     beside: tuple[str, ...] = ()  # prefixes of other parts than the language model (a vision tower)
-    # of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the decoder's, whose
-    # outputs lie one after the other in it, [experts, out, in]
-    together: Mapping[str, tuple[str, ...]] = {}
 
 
 class Architecture(NamedTuple):

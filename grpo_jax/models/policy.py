@@ -55,7 +55,7 @@ class Policy:
 
     Attributes:
         config: Shape and choices of the decoder.
-        compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
+        compute_dtype: ``float32`` or ``bfloat16``; norms, rotations and softmax are float32 either way.
         remat: Rematerialisation in the backward pass of `forward_group`: ``none``; ``products``, all but the products
             with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
             is kept.

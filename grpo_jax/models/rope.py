@@ -25,7 +25,6 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor are left alone
     beta_fast: float = 32.0  # yarn: dimensions turning more often than this within original_length are left alone
     beta_slow: float = 1.0  # yarn: dimensions turning less often than this are stretched in full
-    truncate: bool = True  # yarn: whether the range of dimensions is rounded outwards to integers
     # longrope: what the wavelength of each pair is multiplied by in texts of up to original_length tokens. Longer ones
     # would take another table for all of their tokens, and have none here
     short_factors: tuple[float, ...] = ()
@@ -74,10 +73,8 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
     if low == high:
         high += 0.001  # the ramp's slope stays finite
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
@@ -118,13 +115,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 _ROPE_KINDS = {
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), hf_config.POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), hf_config.NOT_NEGATIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), hf_config.NOT_NEGATIVE),
     "original_max_position_embeddings": hf_config.POSITIONS,
     "rope_type": hf_config.NAME,
     "mrope_section": hf_config.WIDTHS,
     "type": hf_config.NAME,
-    "truncate": hf_config.FLAG,
 }
+
+
+_ROPE_NEUTRAL = {"partial_rotary_factor": (1,), "truncate": (True,), "mscale": (), "mscale_all_dim": ()}
 
 
 _NEEDED = {
@@ -143,8 +142,7 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
     hf_config.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
     hf_config.expect(not nested, "rope_parameters", "one table for all layers", nested)
-    share = scaling.get("partial_rotary_factor", 1)
-    hf_config.expect(share == 1, "partial_rotary_factor", "1", share)
+    hf_config.refuse_changed(scaling, _ROPE_NEUTRAL, "rope_parameters")
     theta = scaling.get("rope_theta") or fields.get("rope_theta") or theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "default" if kind in plain else kind
@@ -175,19 +173,12 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
         high_freq_factor=high,
         beta_fast=float(scaling.get("beta_fast") or 32.0),
         beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
         attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
     )
 
 
 def _attention_factor(scaling: hf_config.ConfigJson, factor: float) -> float:
     """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
-
-    def temperature(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature(1.0)
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.training.dynamic_scale import DynamicScale
 from jax.typing import ArrayLike
 
 from grpo_jax.config.sections import PolicySection
@@ -48,18 +47,6 @@ def precision_of(compute_dtype: str, precision: str | None) -> str | None:
     for other types.
     """
     return "highest" if precision is None and compute_dtype == "float32" else precision
-
-
-def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
-    """Flax's dynamic loss scale for float16, whose smallest numbers gradients would fall below; None for other types.
-
-    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
-    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
-    """
-    if compute_dtype != "float16":
-        return None
-    start = jnp.full((), 2.0**16, jnp.float32)
-    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
 
 
 def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:

@@ -39,7 +39,6 @@ RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
 """Share of a device left for fragmentation."""
-_PREALLOCATED = 0.75  # JAX's default share of a card
 
 _QWEN_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
 _QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
@@ -192,17 +191,12 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
         prompt = int(row_facts(all_rows(prompts_of(config.data)))["pictures"].max())
     vision = model.vision
     if vision is None:
-        words = "a model that has a vision tower: there are pictures"
-        require(not prompt and not observations, "policy.path", words, config.policy.path)
         return None, ""
     tower = f"vision tower: {count_weights(tower_shapes(vision)):,} parameters"
     if not prompt and not observations and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
         return None, f"{tower}, not loaded (prompts are text); an export copies them"
     patches = most_patches(_policy_folder(config.policy.path), vision, config.data.picture_size)
     tokens = patches // vision.merged
-    room = config.data.max_prompt_tokens
-    expected = f"at least {prompt * tokens} for {prompt} pictures of {tokens} tokens, or a smaller data.picture_size"
-    require(prompt * tokens <= room, "data.max_prompt_tokens", expected, room)
     trained = "trained" if config.policy.vision == "train" else "frozen"
     places = f"{prompt} in a prompt" + (f", {observations} among the turns" if observations else "")
     return Shown(prompt, observations, patches), f"{tower}, {trained}; pictures of {tokens} tokens: {places}"
@@ -339,8 +333,6 @@ def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMem
                 print(f"    {line.name:<26}{size:>9}  {line.note}".rstrip())
         verdict = f"{_gib(card.excess)} GiB too much" if card.excess else "fits"
         print(f"  needed {_gib(card.needed)} of {_gib(card.room)} GiB ({FREE:.0%} left free): {verdict}")
-        if POLICY in card.parts and card.name != "cpu" and card.needed > _PREALLOCATED * card.capacity:
-            print("  JAX takes 75 % of a card by itself: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
 
 
 def _print_programs(programs: Mapping[str, Report], target: Target | None) -> None:

@@ -31,7 +31,6 @@ from grpo_jax.models.variables import (
     PyTree,
     init_value_head,
     keeps_layers_apart,
-    make_loss_scale,
     needs_tower,
     tower_dtype,
     weight_dtype,
@@ -109,7 +108,6 @@ def state_shapes(
             variables,
             optimizer_of(config),
             keep_reference=needs_reference(config.algorithm, config.ppo),
-            loss_scale=make_loss_scale(section.compute_dtype),
         )
 
     shapes = jax.eval_shape(start)

@@ -13,7 +13,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
 """Where the axes are in page.html's drawing of 320 x 190."""
 _MAX_POINTS = 500
 _MAX_MARKS = 100  # points of a line that show their values under the pointer
-_MOST_LINES = 24  # that `page.stroke` tells apart
 
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
@@ -80,7 +79,7 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
 
     A noisy line is drawn faint with a smooth one over it, a short or sparse one with dots.
     """
-    curves = [(curve, points) for curve in chart.curves if (points := points_of(rows, curve.metric))][:_MOST_LINES]
+    curves = [(curve, points) for curve in chart.curves if (points := points_of(rows, curve.metric))]
     if not curves:
         return None
     xs = [x for _, points in curves for x, _ in points]
@@ -125,21 +124,11 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
     }
 
 
-def drawn_charts(rows: Rows, starts: Sequence[int], display: Display) -> list[Values]:
-    """Return a run's charts with a point; `starts` are the iterations done when a process began."""
-    drawn = [*(draw(chart, rows) for chart in charts_of(rows, display)), _draw_seconds(rows, starts)]
-    return [chart for chart in drawn if chart]
-
-
-def _draw_seconds(rows: Rows, starts: Sequence[int]) -> Values | None:
-    """Draw seconds without iterations that compiled, which would set the scale; the note has theirs."""
-    first = {start + 1 for start in starts}
-    compiled = [
-        f"iteration {row['step']} with {number(row.get('seconds/total'))} s" for row in rows if row["step"] in first
-    ]
-    note = f"Left out, for then programs are compiled: {', '.join(compiled)}." if compiled else ""
-    curves = [curve for curve in _group(rows, "seconds/") if curve.label != "total"]
-    return draw(Chart("Seconds per iteration", tuple(curves), note), [row for row in rows if row["step"] not in first])
+def drawn_charts(rows: Rows, display: Display) -> list[Values]:
+    """Return a run's charts with a point; seconds without the first iteration, which compiles and sets no scale."""
+    stages = tuple(curve for curve in _group(rows, "seconds/") if curve.label != "total")
+    seconds = draw(Chart("Seconds per iteration", stages, "Without the first iteration, which compiles."), rows[1:])
+    return [chart for chart in (*(draw(chart, rows) for chart in charts_of(rows, display)), seconds) if chart]
 
 
 def _group(rows: Rows, prefix: str, suffix: str = "", *, sparse: bool = False) -> list[Curve]:

@@ -91,11 +91,11 @@ class Console:
         self._log.write(text + "\n")
 
     @contextmanager
-    def live(self, total: int, display: Display, *, done: int = 0, every: int | None = None) -> Iterator[Update]:
+    def live(self, total: int, display: Display, *, done: int = 0) -> Iterator[Update]:
         """Show a bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
 
-        `done` steps were done before a resume; without a terminal a line is printed `every` so many steps, about
-        twenty in all if None. Yields a function that shows a finished step, counted from 1, with its metrics.
+        `done` steps were done before a resume; without a terminal about twenty lines are printed in all. Yields a
+        function that shows a finished step, counted from 1, with its metrics.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -109,7 +109,7 @@ class Console:
         visible = self._terminal.is_terminal
         with Bar(*columns, console=self._terminal, disable=not visible, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
-            every = max(1, total // 20) if every is None else every
+            every = max(1, total // 20)
             first: tuple[int, float] | None = None  # the clock starts at the end of a step that compiles
 
             def update(step: int, metrics: Mapping[str, float]) -> None:
@@ -145,13 +145,9 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     singles = [name.split("/", 1)[1].removesuffix("/mean") for name in rewards if name != "reward/total/mean"]
     if len(singles) > 1 or total is None:
         parts += [f"{name} {metrics[f'reward/{name}/mean']:.3f}" for name in singles]
-    task_metrics = [(name, label) for name, label in display.live if metrics.get(name) is not None]
-    common_metrics = [(name, label) for name, label in _LIVE if metrics.get(name) is not None]
+    shown = [(name, label) for name, label in (*display.live, *_LIVE) if metrics.get(name) is not None]
     # Without a reference there is no KL, and rows hold 0.
-    common_metrics = [(name, label) for name, label in common_metrics if name != "kl" or metrics[name]]
-    watched = [pair for pair in task_metrics if pair[0].startswith("eval_rewards/")]
-    first = [pair for pair in task_metrics if pair not in watched]
-    parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *common_metrics, *watched)]
+    parts += [f"{label} {metrics[name]:.3g}" for name, label in shown if name != "kl" or metrics[name]]
     if metrics.get("epoch") is not None and total is not None:
         parts.insert(0, f"epoch {metrics['epoch']:.2f}")
     for name, unit in (("tokens_per_second", "tok/s"), ("environment_steps_per_second", "steps/s")):

@@ -62,7 +62,7 @@ class RunOutput:
         self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
         try:
             if not config.resume:
-                self.directory.write_config(to_yaml(config))
+                write_atomically(self.directory.config, to_yaml(config))
             self.console = Console(self.directory.log, stream=stream)
         except BaseException:
             self.directory.take_back()
@@ -122,21 +122,19 @@ class RunOutput:
                 self._services.remove(service)
                 self.warning(f"no more events for {type(service).__name__}: {one_line(error)}")
 
-    def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
-        """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run.
-
-        `starts` are the iterations done when a process began: the one after compiles.
-        """
+    def finish(self, finished: Finished, *, config: Any) -> None:
+        """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run."""
         self._end_line()
         summary = finished.summary
         if self.directory.policy.is_dir():
             write_card(self.directory.policy, base=config.policy.path)
         self.directory.write_images(finished.gallery, finished.episodes)
-        end = RunEnd(finished.gallery, finished.episodes, finished.tables, starts, to_yaml(config))
+        end = RunEnd(finished.gallery, finished.episodes, finished.tables, to_yaml(config))
         write_end(self.directory, end)
         write_report(self.directory, self._display, summary=summary)
         self._tell(lambda service: service.finish(summary, finished.gallery))
-        self.directory.write_summary(summary)  # last: a run that has one is complete
+        text = json.dumps(finite(summary), indent=2)
+        write_atomically(self.directory.summary, f"{text}\n")  # last: a run that has one is complete
         self.info()
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.info(line)
@@ -250,11 +248,10 @@ class TensorBoard:
         self._add(step, summary=self._summary(value=values))
         self._writer.flush()
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Leave completions out."""
+    def completions(self, *_: object) -> None:
+        """Leave completions out, and the summary."""
 
-    def finish(self, summary: Values, gallery: Sequence[GalleryEntry]) -> None:
-        """Leave the summary out."""
+    finish = completions
 
     def close(self) -> None:
         """Flush and close."""

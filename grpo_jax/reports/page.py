@@ -39,14 +39,12 @@ class RunEnd(NamedTuple):
         gallery: Pairs of texts or pictures.
         episodes: As they went.
         tables: The task's own first.
-        starts: Iterations done when a process began: the one after compiles.
         config: The configuration of the last process, as YAML.
     """
 
     gallery: Sequence[GalleryEntry] = ()
     episodes: Sequence[EpisodeEntry] = ()
     tables: Sequence[Table] = ()
-    starts: Sequence[int] = (0,)
     config: str = ""
 
 
@@ -88,9 +86,8 @@ def render_report(
         claims,
         measures,
         end.gallery,
-        _gallery_note(end.gallery),
         end.episodes,
-        drawn_charts(rows, end.starts, display),
+        drawn_charts(rows, display),
         [*([completions] if completions else ()), *end.tables],
         {"run": plain, **groups},
         end.config,
@@ -142,7 +139,7 @@ def _claim(name: str, values: Mapping[str, float | None], prompts: int | None, d
         claim += f" on {prompts} held-out prompts"
     if before is not None and after is not None and oracle is not None and abs(oracle - before) >= 1e-9:
         gap = (after - before) / (oracle - before)
-        claim += f", {gap:.0%} of the way to {display.best} ({_value(name, oracle, display)})"
+        claim += f", {gap:.0%} of the way to the best possible ({_value(name, oracle, display)})"
     return claim + "."
 
 
@@ -156,14 +153,6 @@ def _card(name: str, values: Mapping[str, float | None], display: Display) -> Va
         text = f"{size * 100:.1f} points" if _is_share(name) else _value(name, size, display)
         change = f"{'+' if after >= before else '−'}{text}"
     return {"name": name, "values": shown, "change": change}
-
-
-def _gallery_note(gallery: Sequence[GalleryEntry]) -> str:
-    if all(entry.after is None for entry in gallery):
-        return "Grey: the prompt. Black: the trained policy's completion."
-    if all(entry.before is None for entry in gallery):
-        return "Left: the prompt's picture. Right: the trained policy's."
-    return "Left: the prompt as it was typed. Right: the trained policy's rewrite of it. Both from the same noise."
 
 
 def _stroke(place: int) -> str:

@@ -6,8 +6,8 @@ checkpoints/best, checkpoints/final   links to the steps of those names
 ```
 
 A resume is exact because all else follows from (seed, iteration): the arrays are the trained weights, the optimizer's
-moments and counts, the reference, the loss scale and the weights of the rollout (`training.state.saved_parts`); the
-metadata is a `Progress`.
+moments and counts, the reference and the weights of the rollout (`training.state.saved_parts`); the metadata is a
+`Progress`.
 
 Orbax writes a step elsewhere and gives it its place by a rename. A name is a link that is replaced in one move after
 its step is committed.

@@ -226,25 +226,13 @@ class RunDirectory:
                 raise UserError(f"{self.path} is not empty; continue it with --resume or choose another --run_dir")
         return began
 
-    def write_config(self, text: str) -> None:
-        """Write config.yaml."""
-        write_atomically(self.config, text)
-
-    def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write summary.json; numbers that are not finite become null."""
-        write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
-
     def write_images(self, gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry]) -> None:
-        """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), 000_turn_1.png, …."""
+        """Write the drawn pictures: images/000_before.png, 000_after.png, 000_turn_1.png, …."""
         drawn: dict[str, np.ndarray | None] = {}
         for index, entry in enumerate(gallery):
             drawn |= {f"{index:03d}_before": entry.before, f"{index:03d}_after": entry.after}
-            drawn |= _numbered(f"{index:03d}_shown", entry.shown)
         for index, episode in enumerate(episodes):
-            drawn |= _numbered(f"{index:03d}_episode_shown", episode.pictures)
-            for number, turn in enumerate(episode.turns, 1):
-                drawn[f"{index:03d}_turn_{number}"] = turn.image
-                drawn |= _numbered(f"{index:03d}_turn_{number}_shown", turn.pictures)
+            drawn |= {f"{index:03d}_turn_{number}": turn.image for number, turn in enumerate(episode.turns, 1)}
         for name, picture in drawn.items():
             if picture is not None:
                 with disk_errors(self.images):
@@ -329,7 +317,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     with suppress(OSError, ValueError):
         for folder in folders:
             folder.rmdir()
-
-
-def _numbered(name: str, pictures: Sequence[np.ndarray]) -> dict[str, np.ndarray | None]:
-    return {f"{name}_{number}": picture for number, picture in enumerate(pictures)}

@@ -54,11 +54,6 @@ class Evaluation(NamedTuple):
         """One of each prompt; the first have their pictures."""
         return [group[0] for group in self.rollout.episodes]
 
-    @property
-    def texts(self) -> list[str]:
-        """P, the last turns' texts."""
-        return [episode.last.completion for episode in self.episodes]
-
 
 def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
     """Measure the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,13 +19,11 @@ from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.session import MISSING_ITERATIONS, SCORE, Record
 from grpo_jax.tasks.task import of_turns
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
-from grpo_jax.training.state import TrainState
 
 if TYPE_CHECKING:
     from grpo_jax.runs.loading import RunContext
 
 
-_CONSTANT_ITERATIONS = 5  # in a row with one value of a reward, of which a run warns
 RIGHT = 1.0
 """A measure's best value: a first turn that reaches it was right."""
 _NOTHING = 1e-6  # a change that is rounding alone
@@ -110,7 +108,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
         plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
         same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
         where = "rewards" if place < len(rewards.sections) else "eval_rewards"
-        expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
+        expected = "a name that no other measure of the run has (set a reward's label; in Python: {'name': function})"
         of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
         require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)
 
@@ -133,7 +131,7 @@ def iteration_row(
     return row
 
 
-def update_metrics(report: Record, learning_rate: float, state: TrainState) -> Record:
+def update_metrics(report: Record, learning_rate: float) -> Record:
     """Return the update's part of a metrics row, with a value head's measures if there is one."""
     parts, measured = report["metrics"], report["measured"]
     policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
@@ -163,8 +161,7 @@ def update_metrics(report: Record, learning_rate: float, state: TrainState) -> R
         }
     named = ("importance_weight", "importance_clipped")
     row |= {name: float(measured[name]) for name in named if name in measured}
-    row["learning_rate"] = learning_rate
-    return row if state.loss_scale is None else {**row, "loss_scale": float(state.loss_scale.scale)}
+    return {**row, "learning_rate": learning_rate}
 
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
@@ -256,35 +253,20 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(pictures)
 
 
-def epoch_line(rows: list[Record]) -> str:
-    """Return the line about an epoch: means over its iterations."""
-    shown = {"reward": "reward/total/mean", "loss": "loss", "kl": "kl"}
-    values = {label: [row[name] for row in rows if row.get(name) is not None] for label, name in shown.items()}
-    means = [f"{label} {sum(found) / len(found):.4g}" for label, found in values.items() if found]
-    return f"epoch {rows[-1]['epoch']:.0f} ends, means of {len(rows)} iterations: {', '.join(means)}"
-
-
-def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
-    """Count the iterations in a row in which a maximised reward was missing, or had one value, and warn of it.
+def missing_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
+    """Count the iterations in a row in which no completion had a maximised reward, and warn of one that never came.
 
     Returns:
-        {"streaks": {name: [value, iterations]}}, the value None where no completion had the reward, "several" where
-        they differ; and lines.
+        {"streaks": {name: iterations}}, and lines.
     """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
-    streaks: dict[str, list[Any]] = {}
-    for name in maximised_names(ctx.rewards.weights):
-        found = np.unique(values[name][~np.isnan(values[name])])
-        value = "several" if len(found) > 1 else float(found[0]) if len(found) else None
-        last, count = notes.get("streaks", {}).get(name, (None, 0))
-        streaks[name] = [value, count + 1 if value == last else 1]
-    lines = [
-        f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; the policy "
-        "learns nothing from it"
-        for name, (value, count) in streaks.items()
-        if isinstance(value, float) and count == _CONSTANT_ITERATIONS
-    ]
-    never = [name for name, (value, count) in streaks.items() if value is None and count == done]
+    before = notes.get("streaks", {})
+    streaks = {
+        name: before.get(name, 0) + 1 if np.isnan(values[name]).all() else 0
+        for name in maximised_names(ctx.rewards.weights)
+    }
+    never = [name for name, count in streaks.items() if count == done]
+    lines = []
     if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"warning: no completion got the reward {join_names(never)} in the first {done} iterations")
     return {"streaks": streaks}, lines

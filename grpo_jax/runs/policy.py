@@ -23,7 +23,7 @@ from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import gather, on_host
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
-from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_rows, same_size
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
@@ -245,6 +245,4 @@ def _prepare_on_host(pictures: Sequence[object], image_processor: ImageProcessor
         rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
     except ValueError as error:
         raise UserError(f"pictures: {error}") from error
-    packed = pack_pictures(prepare_rows(rows, image_processor), image_processor.vision)
-    assert packed is not None
-    return packed
+    return pack_rows(prepare_rows(rows, image_processor), image_processor.vision)

@@ -100,19 +100,12 @@ def join(config: Any) -> Any:
         return config
     if not isinstance(config, Config):
         raise UserError(f"task: this one runs in one process, and {count} were started: start one (srun --ntasks=1)")
-    require_for_processes(config, count)
+    mesh, async_level = config.policy.mesh, config.training.async_level
+    require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
+    require(async_level == 0, "training.async_level", f"0 with a policy over {count} processes", async_level)
     join_processes()
     require_same(start_facts(config))
     return config.replace(run_dir=exchange(str(config.run_dir))[0])
-
-
-def require_for_processes(config: Config, count: int) -> None:
-    """Refuse what a policy over so many processes does not take."""
-    mesh, async_level = config.policy.mesh, config.training.async_level
-    require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
-    require(
-        count == 1 or async_level == 0, "training.async_level", f"0 with a policy over {count} processes", async_level
-    )
 
 
 def require_same(facts: Mapping[str, str]) -> None:

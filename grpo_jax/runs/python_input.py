@@ -6,7 +6,6 @@ same functions, where they can be imported.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,19 +57,15 @@ def load_given(
     """Load a run; name what was given in Python in its config, and keep prompts beside it."""
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
-        output.directory.write_config(to_yaml(given.config))
+        write_atomically(output.directory.config, to_yaml(given.config))
     on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
     ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving)
     if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
-        output.directory.write_config(to_yaml(ctx.config))
+        write_atomically(output.directory.config, to_yaml(ctx.config))
     return ctx
-
-
-class _NotKept(Exception):
-    """Prompts that are not written beside the run, and why."""
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:
@@ -86,7 +81,8 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
                 if any(stored != line for stored, line in itertools.zip_longest(file, _lines(prompts))):
                     again = f"{directory.path} began with; leave prompts out"
                     raise UserError(f"--resume: the prompts are not those that {again}")
-    except _NotKept as lost:
+    except TypeError as error:
+        lost = f"a column is no JSON ({one_line(error)})"
         warning(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
 
 
@@ -94,11 +90,6 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
-            for name, value in row.columns.items():
-                if not _is_json(value):
-                    raise _NotKept(
-                        f"column {name!r} of row {row.id} holds what JSON does not keep, such as a tuple or an array"
-                    )
             line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
             if row.pictures:
                 line["pictures"] = [as_text(source) for source in row.pictures]
@@ -172,7 +163,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
         named = list(rewards.items())
     else:
         functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
-        named = [_named(reward) for reward in functions]
+        named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
     wrong = [short_repr(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
@@ -180,19 +171,9 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if not labels or len(set(labels)) != len(labels):
         raise UserError(
             f"rewards: expected at least one function, each of another name, got {labels}; name them as "
-            "rewards={'name': function}, or as pairs ('name', function)"
+            "rewards={'name': function}"
         )
     return dict(named)
-
-
-def _named(reward: object) -> tuple[str, Any]:
-    """Return a reward with its name: a pair's first, or the function's own, of a partial the inner one's."""
-    if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
-        return reward
-    inner = reward
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    return getattr(inner, "__name__", type(inner).__name__), reward
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
@@ -210,11 +191,3 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
         named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
         resolved.append(configured.get(label, RewardSection(name=label)).replace(**named))
     return resolved
-
-
-def _is_json(value: object) -> bool:
-    """Return whether a value comes back from JSON as it was, NaN included."""
-    try:
-        return repr(json.loads(json.dumps(value))) == repr(value)
-    except (TypeError, ValueError, RecursionError):
-        return False

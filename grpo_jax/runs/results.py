@@ -45,8 +45,8 @@ def report(
     findings = find(ctx, progress.notes["remembered"], "after", after)
     summary: Record = {**summarise(ctx, progress, after, seconds), **findings.entries}
     samples = summary.get("samples", {})
-    further = (turns_table(summary["evaluation"]), samples_table(samples))
-    tables = [*findings.tables, *(table for table in further if table is not None)]
+    several = samples_table(samples)
+    tables = [*findings.tables, *([] if several is None else [several])]
     finished = Finished(summary, lines=[*samples_lines(samples), *findings.lines], tables=tables)
     if not after:
         return finished
@@ -227,27 +227,3 @@ def texts_table(ctx: RunContext, after: Evaluation) -> Table:
         for index, row in enumerate(ctx.test_rows)
     ]
     return Table("Held-out prompts after training", ("prompt", "completion", *columns, *ctx.measure_names), rows)
-
-
-def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:
-    """Table of `turn_measures` in a summary's evaluation, before and after training; None without any."""
-    names = [name for name in evaluation if all(f"{name}_{end}" in evaluation for end in ("peak", "kept", "gain"))]
-    if not names:
-        return None
-    last = sum(f"{names[0]}_turn_{turn}" in evaluation for turn in range(1, len(evaluation) + 1)) + 1
-    columns = [*(f"_turn_{turn}" for turn in range(1, last)), "", "_peak", "_kept", "_gain"]
-    rows = [
-        (name, when, *(_rounded(evaluation[f"{name}{column}"].get(when)) for column in columns))
-        for name in names
-        for when in ("before", "after")
-    ]
-    heads = [*(f"turn {turn}" for turn in range(1, last + 1)), "peak", "kept", "gain"]
-    note = (
-        "Held-out prompts, greedy: after each turn; at the best of them (peak); how many of those that were right in "
-        "turn 1 ended no worse (kept); the end less turn 1 (gain)."
-    )
-    return Table("Turn by turn", ("measure", "training", *heads), rows, note)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

@@ -21,6 +21,7 @@ from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserErro
 from grpo_jax.models.broadcast import broadcast, is_main_process
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs.directory import write_atomically
 from grpo_jax.runs.processes import versions
 from grpo_jax.tasks.task import Finished
 from grpo_jax.training.update import PATIENCE
@@ -43,12 +44,11 @@ class Progress(NamedTuple):
         iteration: Iterations done.
         iterations: Iterations in all.
         seconds: By stage; "total" counts earlier processes alone, in a checkpoint this one too.
-        starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
-            findings; "streaks" of rewards that are missing or have one value.
+            findings; "streaks" of iterations without a reward.
         unvalidated: Metrics of the last iteration where its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """
@@ -58,7 +58,6 @@ class Progress(NamedTuple):
     best_score: float | None
     best_iteration: int
     seconds: dict[str, float]
-    starts: list[int]
     identity: dict[str, Record]
     notes: Record
     unvalidated: Record | None = None
@@ -281,7 +280,7 @@ class Session:
         Comes after what may refuse the resume: config.yaml must not keep what was refused.
         """
         if self.config.resume and is_main_process():
-            self.output.directory.write_config(to_yaml(self.config.replace(resume=False)))
+            write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
 
     def save(self, progress: Progress, arrays: Record, *, name: str = "", wait: bool = False) -> None:
         """Write a checkpoint in the background, at once if `wait`; with a `name` under that name too."""
@@ -339,7 +338,7 @@ class Session:
         summary = {**finished.summary, "seconds": seconds, "seed": self.config.seed, "versions": versions()}
         if reason := self.early_end(progress):
             summary["early_stopping"] = reason
-        self.output.finish(finished._replace(summary=summary), config=self.config, starts=progress.starts)
+        self.output.finish(finished._replace(summary=summary), config=self.config)
         return {**summary, "stopped": False}
 
 
@@ -350,12 +349,12 @@ _KILLABLE = (
 
 
 def nothing_judged(progress: Progress, run_dir: str) -> str:
-    """Return why a run ends without rewards (`reward_streaks`): none came lately, or in a short run; "" before.
+    """Return why a run ends without rewards (`missing_streaks`): none came lately, or in a short run; "" before.
 
     A reward may well apply to few prompts: all must be missing.
     """
     streaks, done, iterations = progress.notes.get("streaks", {}), progress.iteration, progress.iterations
-    shortest = min((count if value is None else 0 for value, count in streaks.values()), default=0)
+    shortest = min(streaks.values(), default=0)
     if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
         return ""
     return (

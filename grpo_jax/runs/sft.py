@@ -15,7 +15,7 @@ import numpy as np
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.models.sharding import shard, shard_optimizer
-from grpo_jax.models.variables import Variables, make_loss_scale
+from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import Observation, as_observation, prepared
@@ -147,8 +147,7 @@ def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch],
         normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
         grad_accumulation_steps=math.gcd(section.batch, config.training.grad_accumulation_steps),
     )
-    scale = make_loss_scale(config.policy.compute_dtype)
-    state = init_state(policy.variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
+    state = init_state(policy.variables, optimizer, keep_reference=False, take_over=True)
     return commit_to_device(shard(state, policy.mesh)), step
 
 

@@ -29,10 +29,9 @@ from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import (
     TOTAL,
     completion_columns,
-    epoch_line,
     fallen,
     iteration_row,
-    reward_streaks,
+    missing_streaks,
     update_metrics,
 )
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
@@ -123,7 +122,6 @@ class Trainer:
         )
         self.rollouts = Rollouts(ctx)
         self._begun = False  # there are a state and a progress to save
-        self._epoch: list[Record] = []
 
     def begin(self) -> None:
         """Take the last sound checkpoint's state on --resume, else the policy's own, measured."""
@@ -152,7 +150,7 @@ class Trainer:
             notes["watched"]["validation"] = watched_values(ctx, validation)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         identity = identity_of(self.config, ctx.task_data.identity)
-        self.progress = Progress(0, self.iterations, None, 0, seconds, [0], identity, notes)
+        self.progress = Progress(0, self.iterations, None, 0, seconds, identity, notes)
         self._begun = True
         for line in baseline_lines(ctx, before):
             output.info(line)
@@ -185,14 +183,13 @@ class Trainer:
             output.warning("there is no sound best checkpoint any more: the next validation makes one")
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = restored_state(saved, template.variables)
-        starts = [*progress.starts, done]
-        self.progress = progress._replace(iterations=iterations, starts=starts, identity=identity)
+        self.progress = progress._replace(iterations=iterations, identity=identity)
         self._begun = True
 
     def train(self) -> None:
         """The loop: sample and judge, learn, log, and save where it is due."""
         ctx, training, output = self.ctx, self.config.training, self.output
-        announced = self.progress.iteration  # the last whose checkpoint callbacks have seen
+        first = announced = self.progress.iteration  # the last whose checkpoint callbacks have seen
         output.start(self.iterations, announced)
         if self.progress.unvalidated is not None:
             self.log(self.progress.unvalidated)
@@ -203,16 +200,16 @@ class Trainer:
             rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
             batch = batch_of(ctx, rollout, objectives)
-            if i == self.progress.starts[-1]:
+            if i == first:
                 output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
             key = jax.random.fold_in(jax.random.fold_in(ctx.key, _UPDATE_STREAM), i)
             self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
             seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
             self.state = self.learner.refresh(self.state, i)
-            learned = update_metrics(report, rate, self.state)
+            learned = update_metrics(report, rate)
             row = iteration_row(ctx, i, drawn, learned, seconds, started)
-            streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
+            streaks, lines = missing_streaks(ctx, rollout, self.progress.notes, i + 1)
             notes = {**self.progress.notes, **streaks}
             for line in lines:
                 output.info(line)
@@ -246,11 +243,6 @@ class Trainer:
         self.progress = self.progress._replace(unvalidated=None)
         row = {**row, **measures}
         self.output.iteration(row)
-        self._epoch.append(row)
-        if row["epoch"] % 1 == 0:
-            if len(self._epoch) > 1:
-                self.output.info(epoch_line(self._epoch))
-            self._epoch = []
         if measures and self.progress.best_iteration == done:  # after its row: --resume may go on from it
             self.save(name="best")
             self.output.info(f"new best checkpoint after iteration {done}: {self.progress.best_score:.4g}")
@@ -363,11 +355,11 @@ def train_blocks(session: Session, blocks: Blocks) -> Record:
         state = type(state)(**session.checkpoints.restore("latest", state._asdict())[0])
         output.truncate(progress.iteration)
         output.info(f"resumed after iteration {progress.iteration} of {iterations}")
-        progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
+        progress = progress._replace(iterations=iterations)
     else:
         output.truncate(0)
         notes, seconds, line = blocks.measure_start()
-        progress = Progress(0, iterations, None, 0, seconds, [0], identity_of(config, {}), notes)
+        progress = Progress(0, iterations, None, 0, seconds, identity_of(config, {}), notes)
         output.info(line)
         session.save(progress, state._asdict(), wait=True)
     output.start(iterations, progress.iteration)

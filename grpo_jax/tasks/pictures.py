@@ -241,7 +241,6 @@ class PictureTask(Task):
                 note="Read from the picture by rule; never trained on.",
             ),
         ),
-        best="the best possible rewrite",
     )
 
     def check(self, config: Config) -> None:

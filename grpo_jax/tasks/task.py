@@ -139,7 +139,6 @@ class Display(NamedTuple):
         charts: Before all others, which leave their metrics out.
         hidden: Measures that no chart shows.
         digits: Digits behind the point by measure, without its "@…"; 3 for others.
-        best: The claim's name for the oracle's value.
     """
 
     headline: tuple[str, ...] = ()
@@ -147,7 +146,6 @@ class Display(NamedTuple):
     charts: tuple[Chart, ...] = ()
     hidden: tuple[str, ...] = ()
     digits: Mapping[str, int] = {}
-    best: str = "the best possible"
 
     def digits_of(self, measure: str) -> int:
         """Return the digits behind the point of a measure."""

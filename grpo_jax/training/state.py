@@ -33,9 +33,7 @@ class TrainState(NamedTuple):
         opt_state: Optimizer state of the trained collections.
         reference: The trained collection of the reference policy; None without KL, or where (with LoRA) the reference
             is the base without its adapters.
-        skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite; of float16 only
-            those at which the loss scale could fall no further.
-        loss_scale: Flax's `DynamicScale` under float16, or None.
+        skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite.
         rollout_weights: The policy that samples the next batch, where that is sampled ahead; or None.
     """
 
@@ -44,7 +42,6 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     reference: PyTree | None
     skipped: jax.Array
-    loss_scale: PyTree | None = None
     rollout_weights: RolloutWeights | None = None
 
 
@@ -122,7 +119,6 @@ def init_state(
     *,
     keep_reference: bool,
     base_reference: bool = True,
-    loss_scale: PyTree | None = None,
     take_over: bool = False,
 ) -> TrainState:
     """Make a fresh state whose reference is the start; it owns copies of the trained weights, so they can be donated.
@@ -140,9 +136,8 @@ def init_state(
     if reference is not None or not take_over:
         trained = jax.tree.map(jnp.array, trained)
     step, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
-    loss_scale = jax.tree.map(jnp.array, loss_scale)
     variables = {**variables, **trained}
-    return TrainState(step, variables, optimizer.init(trained), reference, skipped, loss_scale)
+    return TrainState(step, variables, optimizer.init(trained), reference, skipped)
 
 
 def commit_to_device(state: TrainState) -> TrainState:

@@ -20,7 +20,7 @@ from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weig
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
-from grpo_jax.models.variables import PyTree, Variables, make_loss_scale
+from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
@@ -60,7 +60,7 @@ def make_train_step(
     """Make one optimizer update as one compiled function; what it changes is donated.
 
     An update whose loss or gradient is not finite is left out and counted (`skipped`): weights, moments and counts
-    stay. optax.apply_if_finite would let it through after a few, and knows no loss scale.
+    stay. optax.apply_if_finite would let it through after a few.
 
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
@@ -69,18 +69,15 @@ def make_train_step(
     """
 
     def compute(moving: TrainState, frozen: Variables, batch: Batch) -> tuple[TrainState, Metrics]:
-        trained, whole, scale = moving.variables, normaliser(batch), moving.loss_scale
+        trained, whole = moving.variables, normaliser(batch)
 
-        def scaled(trained: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
-            loss, metrics = objective({**frozen, **trained}, micro, whole)
-            return loss if scale is None else loss * scale.scale, (loss, metrics)
+        def loss_of(trained: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
+            return objective({**frozen, **trained}, micro, whole)
 
-        gradient = partial(jax.value_and_grad(scaled, has_aux=True), trained)
-        (_, (loss, metrics)), grads = (
+        gradient = partial(jax.value_and_grad(loss_of, has_aux=True), trained)
+        (loss, metrics), grads = (
             gradient(batch) if grad_accumulation_steps == 1 else _accumulate(gradient, batch, grad_accumulation_steps)
         )
-        if scale is not None:
-            grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
         updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
         variables = optax.apply_updates(trained, updates)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
@@ -106,16 +103,9 @@ def make_train_step(
 
 
 def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
-    """Choose the state after a finite update, else the one before; updates skip count and loss scale."""
+    """Choose the state after a finite update, else the one before; count those in a row that were not."""
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    scale = before.loss_scale
-    if scale is None:
-        return state._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
-    # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's was, all
-    # micro-batches together.
-    judged = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
-    hopeless = (scale.scale <= scale.minimum_scale).astype(jnp.int32)
-    return state._replace(skipped=jnp.where(finite, 0, before.skipped + hopeless), loss_scale=judged.dynamic_scale)
+    return state._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
 
 
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:
@@ -310,7 +300,6 @@ class Learner:
             # New adapters change nothing: the base is the policy at the start, and stays the reference if none
             # replaces it.
             base_reference=config.policy.lora.path is None and config.sft.steps == 0 and every == 0,
-            loss_scale=make_loss_scale(config.policy.compute_dtype),
             take_over=True,
         )
         state = commit_to_device(shard(state, self.policy.mesh))

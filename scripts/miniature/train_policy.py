@@ -24,7 +24,7 @@ from bridges.miniature import world
 from grpo_jax.config.sections import OptimizerSection
 from grpo_jax.core import losses
 from grpo_jax.models import hf
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.state import init_state, make_optimizer, make_schedule
@@ -181,7 +181,7 @@ def train(
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "policy"
         _write_untrained(source, policy_tokenizer(words), seed)
-        loaded = hf.load_folder(source)
+        loaded = load_policy(source)
         policy = Policy(loaded.config, remat="none")
         section = OptimizerSection(learning_rate=learning_rate, schedule="cosine", warmup_steps=100)
         optimizer = make_optimizer(section, make_schedule(section, steps))

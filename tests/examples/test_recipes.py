@@ -163,10 +163,9 @@ def test_the_real_model_of_the_arithmetic_recipe_is_unpacked(tmp_path, monkeypat
     exec(script, {"__name__": "__main__"})
 
     import jax
+    from support.folders import load_folder
 
-    from grpo_jax.models import hf
-
-    loaded = hf.load_folder(tmp_path / "smollm2")
+    loaded = load_folder(tmp_path / "smollm2")
     assert sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == 134_515_008
     said = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert said == "<|im_start|>user\nhi<|im_end|>\n"

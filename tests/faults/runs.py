@@ -35,11 +35,6 @@ def _lora(values: dict[str, Any]) -> None:
     values["policy"] |= {"lora": {"rank": 2}}
 
 
-def _float16(values: dict[str, Any]) -> None:
-    _text(values)
-    values["policy"] |= {"compute_dtype": "float16"}
-
-
 def _ppo(values: dict[str, Any]) -> None:
     _text(values)
     values["algorithm"] = {"advantage": "gae"}
@@ -47,7 +42,7 @@ def _ppo(values: dict[str, Any]) -> None:
 
 
 _OF_TEXT: dict[str, Callable[[dict[str, Any]], None]] = {
-    "text": _text, "lora": _lora, "float16": _float16, "ppo": _ppo,
+    "text": _text, "lora": _lora, "ppo": _ppo,
 }  # fmt: skip
 _SMALL = {"report_to": [], "evaluation": {"prompts": 8, "validation_prompts": 4, "every": 2}}
 _OTHERS: dict[str, dict[str, Any]] = {

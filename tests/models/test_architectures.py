@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import transformers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 from support.text_task import train_here  # noqa: E402
 
-from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.lora import quantise  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
@@ -26,7 +24,7 @@ def world(request, tmp_path_factory):
     model = reference.model(request.param)
     folder = tmp_path_factory.mktemp(request.param) / "source"
     model.save_pretrained(folder)
-    return model, hf.load_folder(folder, tokenizer=False)
+    return model, load_folder(folder, tokenizer=False)
 
 
 def test_greedy_tokens_are_those_of_transformers(world):
@@ -47,23 +45,6 @@ def test_greedy_tokens_are_those_of_transformers(world):
         logs = torch.log_softmax(reference.completion_logits(model, batch), -1)
     theirs = logs.gather(-1, torch.tensor(batch[2], dtype=torch.long)[..., None])[..., 0]
     np.testing.assert_allclose(samples.logprobs[batch[3]], theirs.numpy()[batch[3]], atol=1e-4)
-
-
-def test_experts_in_one_tensor_are_read_and_written_as_such(tmp_path):
-    """As transformers holds them in memory; what it saves by default is a tensor for each expert."""
-    model = reference.model("qwen3_moe")
-    apart, together = tmp_path / "apart", tmp_path / "together"
-    model.save_pretrained(apart)
-    model.save_pretrained(together, save_original_format=False)
-    loaded, other = (hf.load_folder(folder, tokenizer=False) for folder in (apart, together))
-    assert (loaded.params["layers"]["gate_experts"]["kernel"]).shape == (2, 4, 32, 24)
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, other.params)
-    hf.save_folder(tmp_path / "export", together, other.config, other.params)
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "export", together))
-    assert mine.keys() == theirs.keys() and "model.layers.1.mlp.experts.gate_up_proj" in mine
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
-    assert all(torch.equal(exported[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
@@ -87,7 +68,7 @@ def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
 @pytest.mark.parametrize(("architecture", "most"), [("gpt2", 64), ("phi3", 32)])
 def test_what_is_longer_than_the_positions_is_refused(tmp_path, architecture, most):
     """Of GPT-2's learned ones, and of longrope's first table. Padding does not count."""
-    loaded = hf.load_folder(reference.folder(tmp_path / "source", architecture), tokenizer=False)
+    loaded = load_folder(reference.folder(tmp_path / "source", architecture), tokenizer=False)
     policy, variables = Policy(loaded.config), {"params": loaded.params}
     sample = make_sampler(policy, SamplingParams(1, 1), eos_ids=(5,), pad_id=0)
     tokens, places = np.ones((1, most + 6), np.int32), np.arange(most + 6)[None]

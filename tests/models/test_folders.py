@@ -12,6 +12,7 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
@@ -71,7 +72,7 @@ def test_round_trip_is_bit_equal(tmp_path, architecture, dtype, param_dtype, cha
     source = reference.folder(tmp_path / "source", architecture, dtype=DTYPES[dtype], **changes)
     if changes == dict(tie_word_embeddings=True) and architecture == "gpt2":
         as_on_the_hub(source)
-    loaded = hf.load_folder(source, param_dtype=param_dtype, tokenizer=False)
+    loaded = load_folder(source, param_dtype=param_dtype, tokenizer=False)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {param_dtype or dtype}
     hf.save_folder(tmp_path / "export", source, loaded.config, loaded.params)
     assert_same_tensors(tmp_path / "export", source)
@@ -100,7 +101,7 @@ SOURCES = {
 def test_transformers_loads_a_changed_export_and_agrees(tmp_path, architecture):
     """Trained weights, the source's tokenizer and ids, and for Qwen2-VL its vision tower as it was."""
     source, chat = SOURCES[architecture](tmp_path / "source"), architecture != "gpt2"
-    loaded = hf.load_folder(source, tokenizer=chat)
+    loaded = load_folder(source, tokenizer=chat)
     assert (loaded.eos_ids, loaded.pad_id) == (((258, 256), 256) if chat else ((5,), 0))
     changed = jax.tree.map(lambda leaf: leaf * 1.2 + 0.01, loaded.params)
     hf.save_folder(tmp_path / "export", source, loaded.config, changed)
@@ -138,7 +139,7 @@ def test_qwen2_vl_in_the_nested_naming(tmp_path):
         renamed[f"model.{name}" if name.startswith("visual.") else name] = tensor
     shutil.copytree(source, tmp_path / "nested")
     save_file(renamed, tmp_path / "nested" / "model.safetensors", metadata={"format": "pt"})
-    flat, nested = (hf.load_folder(tmp_path / name, tokenizer=False) for name in ("source", "nested"))
+    flat, nested = (load_folder(tmp_path / name, tokenizer=False) for name in ("source", "nested"))
     jax.tree.map(np.testing.assert_array_equal, flat.params, nested.params)
     hf.save_folder(tmp_path / "export", tmp_path / "nested", nested.config, nested.params)
     assert_same_tensors(tmp_path / "export", tmp_path / "nested")
@@ -152,7 +153,7 @@ def test_an_export_says_its_dtype_where_the_source_says_none(tmp_path):
     source = reference.folder(tmp_path / "source", "qwen2", dtype=torch.bfloat16)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({name: config[name] for name in config if "dtype" not in name}))
-    loaded = hf.load_folder(source, tokenizer=False)
+    loaded = load_folder(source, tokenizer=False)
     hf.save_folder(tmp_path / "export", source, loaded.config, loaded.params, dtype="float32")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["torch_dtype"] == "float32"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
@@ -165,35 +166,35 @@ def test_a_repeated_tied_head_stays_tied(tmp_path, qwen):
     stored = tensors(source)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
-    loaded = hf.load_folder(source)
+    loaded = load_folder(source)
     hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x + 1, loaded.params))
     exported = tensors(tmp_path / "export")
     assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
     stored["lm_head.weight"] += 1
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lm_head\.weight differs"):
-        hf.load_folder(source)
+        load_folder(source)
 
 
 def test_end_ids_fall_back_to_config_and_tokenizer(qwen):
     edit_json(qwen / "generation_config.json", eos_token_id=9, pad_token_id=3)
-    loaded = hf.load_folder(qwen, tokenizer=False)
+    loaded = load_folder(qwen, tokenizer=False)
     assert loaded.eos_ids == (9,) and loaded.pad_id == 3
     (qwen / "generation_config.json").unlink()
     edit_json(qwen / "config.json", eos_token_id=[11, 12, 99999], pad_token_id=None)
-    loaded = hf.load_folder(qwen, tokenizer=False)
+    loaded = load_folder(qwen, tokenizer=False)
     assert loaded.eos_ids == (11, 12) and loaded.pad_id == 11
     edit_json(qwen / "config.json", eos_token_id=None)
-    assert hf.load_folder(qwen).eos_ids == (258,)
+    assert load_folder(qwen).eos_ids == (258,)
     with pytest.raises(UserError, match="eos_token_id"):
-        hf.load_folder(qwen, tokenizer=False)
+        load_folder(qwen, tokenizer=False)
 
 
 def test_an_export_replaces_an_older_one_and_nothing_else(tmp_path, qwen):
     others = ("modeling.py", "training.bin", "pytorch_model.bin.index.json")  # code and other weights are not copied
     for name in ("LICENSE", *others):
         (qwen / name).write_text("{}")
-    loaded = hf.load_folder(qwen)
+    loaded = load_folder(qwen)
     target = tmp_path / "runs" / "policy"
     hf.save_folder(target, qwen, loaded.config, loaded.params)
     names = {path.name for path in target.iterdir()}
@@ -210,7 +211,7 @@ def test_an_export_replaces_an_older_one_and_nothing_else(tmp_path, qwen):
 
 
 def test_a_failed_export_leaves_the_older_one(tmp_path, qwen, monkeypatch):
-    loaded = hf.load_folder(qwen)
+    loaded = load_folder(qwen)
     hf.save_folder(tmp_path / "export", qwen, loaded.config, loaded.params)
 
     def full(*args, **kwargs):
@@ -225,7 +226,7 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, qwen, monkeypatch):
 
 def test_float16_overflow_is_refused(tmp_path):
     source = reference.folder(tmp_path / "source", "llama", dtype=torch.float16)
-    loaded = hf.load_folder(source, tokenizer=False)
+    loaded = load_folder(source, tokenizer=False)
     with pytest.raises(UserError, match="float16"):
         hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x * 1e6, loaded.params))
     assert not (tmp_path / "export").exists()
@@ -277,7 +278,7 @@ DAMAGES = {
 def test_damaged_folders_give_one_clear_line(qwen, damage, messages):
     damage(qwen)
     with pytest.raises(UserError) as caught:
-        hf.load_folder(qwen)
+        load_folder(qwen)
     assert all(message in str(caught.value) for message in [*messages, str(qwen)]), caught.value
     assert "\n" not in str(caught.value)
 
@@ -298,7 +299,7 @@ def test_weights_that_are_not_finite_are_refused(qwen, name, value, dtype):
     save_file(stored, qwen / "model.safetensors")
     for param_dtype in (None, "float32", "float16"):
         with pytest.raises(UserError, match=f"{name} holds NaN or infinite values, .*: copy .* again"):
-            hf.load_folder(qwen, param_dtype=param_dtype, tokenizer=False)
+            load_folder(qwen, param_dtype=param_dtype, tokenizer=False)
 
 
 def test_weights_that_a_dtype_cannot_hold_are_refused(qwen):
@@ -306,8 +307,8 @@ def test_weights_that_a_dtype_cannot_hold_are_refused(qwen):
     stored["model.norm.weight"][0] = 1e5
     save_file(stored, qwen / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.norm\.weight holds .* larger ones than float16 has"):
-        hf.load_folder(qwen, param_dtype="float16")
-    assert hf.load_folder(qwen, param_dtype="bfloat16").params["norm"]["scale"][0] > 9e4
+        load_folder(qwen, param_dtype="float16")
+    assert load_folder(qwen, param_dtype="bfloat16").params["norm"]["scale"][0] > 9e4
 
 
 def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
@@ -319,11 +320,11 @@ def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
     with pytest.raises(UserError, match=r"cannot load the tokenizer in .*index is 7.*; copy its files again$"):
-        hf.load_folder(qwen)
+        load_folder(qwen)
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "/nowhere", "a\0b", "x" * 5000, "~nobody_here/x/y", ""])
 def test_names_that_no_folder_has(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="the path of a local folder"):
-        hf.load_folder(name)
+        load_folder(name)

@@ -12,12 +12,12 @@ import optax
 import pytest
 import yaml
 from support import tiny_update
+from support.folders import load_folder
 from support.text_task import rows
 
 from grpo_jax import export, train
 from grpo_jax.config.sections import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
 from grpo_jax.models.architectures import gpt2, llama, read_model_config
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, lora_config
@@ -135,7 +135,7 @@ def run(place, tmp_path_factory):
 
 
 def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path, capsys):
-    config = hf.load_folder(place.policy, tokenizer=False).config
+    config = load_folder(place.policy, tokenizer=False).config
     lora, adapters = load_adapters(run / "adapter", config)
     assert lora == LoraConfig(2, 32.0, PROJECTIONS)
     final = restore_params(run, "final")[0]
@@ -143,7 +143,7 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     jax.tree.map(np.testing.assert_array_equal, adapters, final["lora"])
     described = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(place.policy.resolve())
-    base, merged = (hf.load_folder(folder, tokenizer=False).params for folder in (place.policy, run / "policy"))
+    base, merged = (load_folder(folder, tokenizer=False).params for folder in (place.policy, run / "policy"))
     if KIND != "none":
         base = quantise(base, KIND)
         assert f"float32 on {KIND}, LoRA rank 2" in (run / "train.log").read_text()
@@ -169,7 +169,7 @@ def test_a_base_whose_layers_lie_apart_is_trained_to_the_same(place, run, tmp_pa
     monkeypatch.undo()
     for came, expected in zip(rows(tmp_path / "run"), rows(run), strict=True):
         assert came == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    policies = (hf.load_folder(folder / "policy", tokenizer=False).params for folder in (tmp_path / "run", run))
+    policies = (load_folder(folder / "policy", tokenizer=False).params for folder in (tmp_path / "run", run))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *policies)
 
 
@@ -200,7 +200,7 @@ def test_a_run_without_adapters_has_none_to_export(place, tmp_path, capsys):
     from grpo_jax.runs.checkpoint import Checkpoints
 
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        params = hf.load_folder(place.policy, tokenizer=False).params
+        params = load_folder(place.policy, tokenizer=False).params
         checkpoints.save_as("final", 1, {"variables": {"params": jax.tree.map(jnp.asarray, params)}}, {})
     assert export.main(["--run", str(tmp_path), "--out", str(tmp_path / "out"), "--adapters"]) == 2
     assert "this run trained all weights and has none" in capsys.readouterr().err

@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
-from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 
@@ -32,7 +32,7 @@ def load(tmp_path, architecture, **overrides):
     """Torch model and the same weights loaded from its folder."""
     model = reference.model(architecture, **overrides)
     model.save_pretrained(tmp_path / "source")
-    return model, hf.load_folder(tmp_path / "source", tokenizer=False)
+    return model, load_folder(tmp_path / "source", tokenizer=False)
 
 
 def last_logits(loaded, tokens, mask):
@@ -55,7 +55,7 @@ TRAINED = [
             dict(rope_parameters=LLAMA3),
         ],
     ),
-    ("gpt2", [dict(layer_norm_epsilon=0.5), dict(scale_attn_by_inverse_layer_idx=True)]),
+    ("gpt2", [dict(layer_norm_epsilon=0.5)]),
     (
         "smollm3",
         [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)],
@@ -126,12 +126,11 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, architectur
 # What cannot stand beside the changes above.
 PREFILLED = [
     ("llama", [dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))]),
-    ("llama", [dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0, truncate=False))]),
-    ("llama", [dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))]),
+    ("llama", [dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0))]),
     ("mistral", [dict(sliding_window=3)]),
     ("smollm3", [dict(layer_types=["full_attention", "sliding_attention"])]),
     ("gemma2", [dict(final_logit_softcapping=None)]),
-    ("gpt2", [dict(scale_attn_weights=False), dict(tie_word_embeddings=False)]),
+    ("gpt2", [dict(tie_word_embeddings=False)]),
     ("qwen2_vl", [dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))]),
     ("qwen2_5_vl", []),
     ("qwen3_vl", []),

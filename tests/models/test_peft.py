@@ -12,6 +12,7 @@ peft = pytest.importorskip("peft", reason="needs the package peft (pip install p
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 from support.tiny_decoders import merged_params  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
@@ -38,7 +39,7 @@ class World:
     def __init__(self, folder, architecture):
         self.architecture = architecture
         self.source = reference.folder(folder / "source", architecture)
-        self.loaded = hf.load_folder(self.source, tokenizer=False)
+        self.loaded = load_folder(self.source, tokenizer=False)
         self.config = self.loaded.config
         self.lora = LoraConfig(rank=3, alpha=7.0, targets=TARGETS[architecture])
         fresh = init_adapters(self.loaded.params, jax.random.key(0), self.lora)

@@ -38,6 +38,8 @@ def without(fields, name):
         (LLAMA | dict(num_key_value_heads=3), "num_key_value_heads: expected a divisor of 4 heads, got 3"),
         (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=2.0)), "dynamic"),
         (LLAMA | dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
+        (LLAMA | dict(rope_scaling=dict(type="yarn", factor=8.0, mscale=0.7)), "mscale=0.7 is not supported"),
+        (LLAMA | dict(rope_scaling=dict(type="yarn", factor=8.0, truncate=False)), "truncate=False is not supported"),
         (LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
         (QWEN2 | dict(attention_bias=False), "attention_bias"),
         (QWEN2 | dict(layer_types=["sliding_attention", "full_attention"]), "sliding_window"),
@@ -58,6 +60,7 @@ def without(fields, name):
         (GPT2 | dict(activation_function="swoosh"), "activation_function.*swoosh"),
         (GPT2 | dict(n_head=5), "n_embd: expected a multiple of n_head=5, got 768"),
         (GPT2 | dict(n_layer=None), "lacks n_layer"),
+        (GPT2 | dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True is not supported"),
         (
             MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]),
             "layer_types: expected sliding_",

@@ -52,12 +52,12 @@ def unpack(gguf: Path, folder: Path):
 def greedy_texts(folder: Path, prompts: list[list[int]], new_tokens: int) -> list[str]:
     """This package's greedy text after each prompt of token ids."""
     import jax
+    from support.folders import load_folder
 
-    from grpo_jax.models import hf
     from grpo_jax.models.policy import Policy
     from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
-    loaded = hf.load_folder(folder)
+    loaded = load_folder(folder)
     tokens, mask = left_padded(prompts, loaded.pad_id)
     params = SamplingParams(group_size=1, max_new_tokens=new_tokens, temperature=0.0)
     sample = make_sampler(Policy(loaded.config), params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id)
@@ -103,13 +103,13 @@ def gemma(tmp_path_factory):
 def test_logits_are_transformers_in_and_beyond_the_window(gemma):
     import jax
     import torch
+    from support.folders import load_folder
 
-    from grpo_jax.models import hf
     from grpo_jax.models.policy import Policy
 
     folder, model, tokenizer = gemma
     rows = [tokenizer(text)["input_ids"] for text in (*PROMPTS, CHAPTER)]
-    loaded = hf.load_folder(folder)
+    loaded = load_folder(folder)
     assert len(rows[-1]) > 512 == max(loaded.config.windows, key=lambda window: window or 0)
     policy = Policy(loaded.config)
     hidden = jax.jit(policy.prefill)({"params": loaded.params}, *left_padded(rows, loaded.pad_id)).hidden

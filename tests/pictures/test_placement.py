@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from support.folders import load_folder
 from support.tiny_models import CHAT_TEMPLATE
 from support.vision.folders import TEMPLATE, picture, seeing_folder
 from transformers import AutoImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    return hf.load_folder(folder)
+    return load_folder(folder)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support.folders import load_folder
 from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config.command_line import parse
@@ -57,7 +58,7 @@ def test_what_is_held_is_what_a_run_holds():
     config = configured()
     model = read_shape("miniature")
     memory = held(config, model)
-    loaded = hf.load_folder(miniature.path("policy"))
+    loaded = load_folder(miniature.path("policy"))
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 10))
     state = init_state({"params": loaded.params}, optimizer, keep_reference=True)
     assert memory.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == memory.trained
@@ -83,7 +84,7 @@ def test_a_base_in_few_bits_is_counted_as_it_is_stored():
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
     whole = held(configured(*adapters), model)
     memory = held(configured(*adapters, "--policy.quantised=int4"), model)
-    loaded = hf.load_folder(miniature.path("policy")).params
+    loaded = load_folder(miniature.path("policy")).params
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, "int4"))
     assert memory.parameters == whole.parameters and memory.trained == whole.trained
     assert memory.weights == whole.weights - saved and saved > 0

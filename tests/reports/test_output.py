@@ -138,7 +138,7 @@ def test_the_time_that_is_left_is_not_that_of_compiling(tmp_path, monkeypatch):
     clock = iter([100.0, 102.0, 104.0])
     monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     console = reporting.Console(tmp_path / "log", stream=io.StringIO())
-    with console.live(10, Display(), every=1) as update:
+    with console.live(10, Display()) as update:
         for step in (1, 2, 3):
             update(step, ROW)
     console.close()

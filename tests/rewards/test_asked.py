@@ -160,7 +160,7 @@ def test_what_a_reward_cannot_be_is_one_line(place, own, tmp_path, capsys, rewar
     assert re.search(message.replace("{folder}", re.escape(str(tmp_path))), error), error
 
 
-def test_functions_of_python_are_named_by_themselves_or_in_pairs():
+def test_functions_of_python_are_named_by_themselves_or_by_their_keys():
     def scaled(completions, *, by, **columns):
         return [by * len(text) for text in completions]
 
@@ -168,10 +168,10 @@ def test_functions_of_python_are_named_by_themselves_or_in_pairs():
         return [reward.called for reward in from_python(make_config(task="text"), None, rewards).config.rewards]
 
     twice = functools.partial(scaled, by=2)
-    assert labels([scaled, len]) == ["scaled", "len"] and labels(twice) == ["scaled"]
-    assert labels([("a", twice), ("b", lambda completions: [0.0]), lambda completions: [1.0]]) == ["a", "b", "<lambda>"]
+    assert labels([scaled, len]) == ["scaled", "len"] and labels(scaled) == ["scaled"]
+    assert labels({"a": twice, "b": lambda completions: [0.0]}) == ["a", "b"]
     for same in ([twice, functools.partial(scaled, by=3)], [lambda: 1, lambda: 2]):
-        with pytest.raises(UserError, match=r"each of another name, got .* name them as .* pairs \('name', function\)"):
+        with pytest.raises(UserError, match=r"each of another name, got .* name them as rewards={'name': function}"):
             labels(same)
     for wrong in ("folder", ["folder"]):
         with pytest.raises(UserError, match="rewards: expected functions, got 'folder'"):
@@ -185,5 +185,5 @@ def test_a_function_under_another_name_is_found_again(own, monkeypatch):
     (section,) = from_python(make_config(task="text"), None, {"mine": asking.late}).config.rewards
     assert (section.name, section.label, section.called) == (path, "mine", "mine")
     config = make_config(task="text", rewards=[{"name": "x:f", "label": "mine", "weight": 2.0}])
-    (section,) = from_python(config, None, [("mine", asking.late)]).config.rewards
+    (section,) = from_python(config, None, {"mine": asking.late}).config.rewards
     assert (section.name, section.called, section.weight) == (path, "mine", 2.0)

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 import yaml
+from support.folders import load_folder
 from support.text_task import final_state, finished_run, rows, train_here
 from support.tiny_models import causal_lm
 
 from bridges import placement
 from grpo_jax import evaluate, export
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
 from grpo_jax.runs.checkpoint import Checkpoints
 

@@ -152,7 +152,7 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
 
 
 def test_a_checkpoint_that_remembers_other_things_is_of_another_version(tmp_path):
-    progress = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before": {}})
+    progress = Progress(3, 6, None, 0, {}, {"config": {}, "task": {}}, {"before": {}})
     saved = json.loads(json.dumps(progress._asdict()))
     assert Progress.read({"progress": saved}, tmp_path) == progress
     without = {name: value for name, value in saved.items() if name != "notes"}

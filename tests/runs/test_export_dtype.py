@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.folders import load_folder
 from support.text_task import train_here
 from transformers import AutoModelForCausalLM
 
 from grpo_jax import export
-from grpo_jax.models import hf
 from grpo_jax.runs.checkpoint import restore_params
 
 MODULES = {"q_proj": "self_attn", "down_proj": "mlp"}
@@ -75,16 +75,14 @@ def test_small_adapters_are_merged_in_float32(adapted, base, tmp_path):
     assert written == (adapted / "policy" / "model.safetensors").read_bytes()
     assert export.main([*command, str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert lost(tmp_path / "half", base, adapters) > 0.1
-    assert (
-        hf.load_folder(tmp_path / "half", param_dtype=None, tokenizer=False).params["norm"]["scale"].dtype == "bfloat16"
-    )
+    assert load_folder(tmp_path / "half", param_dtype=None, tokenizer=False).params["norm"]["scale"].dtype == "bfloat16"
 
 
 def test_trained_weights_are_written_as_they_were_trained(trained, base):
     run = trained()
     final = restore_params(run, "final")[0]["params"]
-    written = hf.load_folder(run / "policy", param_dtype=None, tokenizer=False).params
-    start = hf.load_folder(base, tokenizer=False).params
+    written = load_folder(run / "policy", param_dtype=None, tokenizer=False).params
+    start = load_folder(base, tokenizer=False).params
     for name in ("embed_tokens", "lm_head"):
         np.testing.assert_array_equal(np.asarray(written[name]), np.asarray(final[name]))
     kernels = [np.asarray(tree["layers"]["q_proj"]["kernel"]) for tree in (written, final, start)]

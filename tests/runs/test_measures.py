@@ -117,7 +117,6 @@ def test_the_improvement_is_in_what_is_maximised(turned, capsys):
     log = (turned / "train.log").read_text()
     assert f"improvement {after - before:+.3f}" in log
     assert re.search(r"total +\d\.\d+ +1\.000", log)
-    assert log.count("warning: the reward same was 0 for every completion of the last 5 iterations") == 1
     page = (turned / "report.html").read_text()
     assert '<p class="claim">total' in page
 
@@ -168,8 +167,8 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other .* got '{name}'"):
             run(make_config(values, run_dir=str(tmp_path / name)))
     values["rewards"] = []
-    with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: ..name., function"):
-        run(make_config(values, run_dir=str(tmp_path / "python")), rewards=[("score", lambda completions: [])])
+    with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: {.name.: function}"):
+        run(make_config(values, run_dir=str(tmp_path / "python")), rewards={"score": lambda completions: []})
 
 
 def test_no_two_measures_have_one_name():
@@ -221,14 +220,6 @@ def test_charts_are_of_what_was_computed(turned):
     assert chart(turned, "Entropy of the policy") and chart(turned, "Gradient norm")
 
 
-def test_iterations_that_compile_are_told_and_not_drawn(turned):
-    table = [json.loads(line) for line in (turned / "metrics.jsonl").read_text().splitlines()]
+def test_the_first_iteration_which_compiles_is_not_drawn(turned):
     figure = chart(turned, "Seconds per iteration")
-    assert set(re.findall(r"<title>iteration (\d+):", figure)) == {"2", "3", "5"}
-    told = re.search(r"<p class=\"note\">Left out, for then programs are compiled: (.*?)\.</p>", figure).group(1)
-    named = re.fullmatch(r"iteration 1 with (\S+) s, iteration 4 with (\S+) s", told).groups()
-    expected = [table[0]["seconds/total"], table[3]["seconds/total"]]
-    np.testing.assert_allclose([float(text) for text in named], expected, rtol=0.01)
-    shown = [v for row in (table[1], table[2], table[4]) for k, v in row.items() if k.startswith("seconds/")]
-    top = max(float(text) for text in re.findall(r"text-anchor=\"end\">([\d.]+)<", figure))
-    assert top <= 2.5 * max(shown)
+    assert set(re.findall(r"<title>iteration (\d+):", figure)) == {"2", "3", "4", "5"}

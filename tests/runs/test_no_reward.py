@@ -55,14 +55,14 @@ def test_it_stops_and_goes_on(train):
     assert code == 2 and "warning: no held-out completion got the reward rare, never" in out
     assert error.startswith("error: no completion got a reward in 3 iterations in a row (rare, never). Saved after")
     assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
-    assert len(rows(run)) == 3 and streaks(run) == {"rare": [None, 3], "never": [None, 3]}
+    assert len(rows(run)) == 3 and streaks(run) == {"rare": 3, "never": 3}
     code, out, error = call("--resume", rare="on")
     assert code == 0 and [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]
-    assert streaks(run)["rare"][0] is not None and streaks(run)["never"] == [None, 4]
+    assert streaks(run) == {"rare": 0, "never": 4}
 
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):
-    progress = Progress(1, 1, None, 0, {}, [0], {}, {"streaks": {"rare": [None, 1], "never": [None, 1]}})
+    progress = Progress(1, 1, None, 0, {}, {}, {"streaks": {"rare": 1, "never": 1}})
     told = nothing_judged(progress, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
     assert told.endswith("and start again") and not nothing_judged(progress._replace(iterations=4), str(tmp_path))

@@ -11,11 +11,10 @@ from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.variables import make_loss_scale
 from grpo_jax.runs.session import Progress, nothing_learned
 from grpo_jax.train import main
 from grpo_jax.training.state import init_state
-from grpo_jax.training.update import PATIENCE, make_update
+from grpo_jax.training.update import make_update
 
 # A finite reward whose loss overflows, in the iterations that WILD names.
 JUDGE = """
@@ -81,44 +80,35 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_fr
 
 
 def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(tmp_path):
-    progress = Progress(1, 1, None, 0, {}, [0], {}, {})
+    progress = Progress(1, 1, None, 0, {}, {}, {})
     told = nothing_learned(1, 1, progress, str(tmp_path))
     assert "not finite in 1 updates in a row" in told and "fix it and start again" in told
     assert not nothing_learned(1, 1, progress._replace(iterations=6), str(tmp_path))
 
 
-def updates(dtype, advantages, *, scale=None):
-    """States after updates with these advantages, one after the other; float32 computes as well what float16 would."""
+def updates(advantages):
+    """States after updates with these advantages, one after the other."""
     batch = tiny_update.make_batch()
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     optimizer = optax.adam(0.01)
     update = make_update(
-        Policy(tiny_update.CONFIG, compute_dtype=dtype),
+        Policy(tiny_update.CONFIG, compute_dtype="float32"),
         optimizer,
         AlgorithmSection(advantage="grpo"),
         training,
         temperature=1.0,
         max_new_tokens=tiny_update.STEPS,
     )
-    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False, loss_scale=scale)
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
     for value in advantages:
         given = batch._replace(advantages=batch.advantages.at[2].multiply(value))
         state, report = update(state, given, jax.random.key(2))
         yield jax.device_get(state), report
 
 
-def test_float16_counts_only_what_a_smaller_scale_could_not_mend():
-    """The scale falls from 2¹⁶ to 1 first; then an overflow is nobody's but the loss's."""
-    states = [state for state, _ in updates("float32", [jnp.nan] * 19 + [1.0], scale=make_loss_scale("float16"))]
-    assert [int(state.skipped) for state in states] == [0] * 16 + [1, 2, 3, 0]
-    scales = [float(state.loss_scale.scale) for state in states]
-    assert scales == [2.0**n for n in range(15, 0, -1)] + [1.0] * 5
-    assert int(states[-1].step) == 1 and PATIENCE == 3
-
-
-def test_without_a_scale_every_update_left_out_counts_until_one_is_made():
+def test_every_update_left_out_counts_until_one_is_made():
     bad = [1.0, jnp.nan, jnp.inf, 1.0, 3e38, jnp.nan]
-    found = list(updates("float32", bad))
+    found = list(updates(bad))
     assert [int(state.skipped) for state, _ in found] == [0, 1, 2, 0, 1, 2]
     assert [report["skipped"] for _, report in found] == [0, 1, 1, 0, 1, 1]
     assert_same_bits(found[2][0].variables, found[0][0].variables)

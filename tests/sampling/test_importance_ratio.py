@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.folders import load_folder
 
 from bridges import miniature
 from bridges.miniature import world
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.selection import truncated_importance_weights
-from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams

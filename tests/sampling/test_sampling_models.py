@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny_models
+from support.folders import load_folder
 from support.tiny_decoders import LLAMA, drawn
 
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import numbered, unstack
 from grpo_jax.sampling.sampler import PromptBatch, cache_sizes, make_ends, make_sampler, write_completions

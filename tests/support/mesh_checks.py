@@ -27,7 +27,7 @@ from grpo_jax.models.sharding import (
     shardings,
 )
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.pictures import Picture, pack_pictures
+from grpo_jax.models.vision.pictures import Picture, pack_rows
 from grpo_jax.models.vision.tower import Tower, encode_pictures, init_tower
 from grpo_jax.runs.policy import make_see
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
@@ -190,7 +190,7 @@ def tower():
     rng = np.random.default_rng(0)
     grids = [[(4, 6)], [(2, 10), (4, 4)], [], [(6, 4)]] * 2
     rows = [[Picture(rng.normal(size=(h * w, config.pixels)), (h, w)) for h, w in row] for row in grids]
-    pictures, params = pack_pictures(rows, config), init_tower(config, jax.random.key(0))
+    pictures, params = pack_rows(rows, config), init_tower(config, jax.random.key(0))
 
     def seen(mesh):
         tower = partial(encode_pictures, Tower(config, spread=mesh and OverPrompts(mesh)))

@@ -245,7 +245,7 @@ def final_state(run: Path, which: int | str = "final"):
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         progress = checkpoints.read_meta(which)["progress"]
         path = run / "checkpoints" / checkpoints._find(which)
-    del progress["seconds"], progress["starts"]
+    del progress["seconds"]
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = {}
     with ocp.StandardCheckpointer() as reader:

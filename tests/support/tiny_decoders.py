@@ -49,7 +49,6 @@ GPT2 = GPT2Config(
     num_layers=2,
     num_heads=4,
     max_positions=64,
-    scale_attn_by_inverse_layer_idx=True,
     tie_word_embeddings=False,
     initializer_range=0.2,
 )

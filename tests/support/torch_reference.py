@@ -196,18 +196,32 @@ def grpo(predicted, batch, advantages, noise):
 def assert_gradients_agree(model, config, grads) -> None:
     """Gradients of the parameters, a vision tower's among them, are those of torch to 1e-3 of the largest."""
     leaves = flatten_dict(grads)
-    state = {name.replace("model.language_model.", "model."): w for name, w in model.named_parameters()}
+    parameters = {name.replace("model.language_model.", "model."): w.grad for name, w in model.named_parameters()}
+    state = {key: part for name, grad in parameters.items() for key, part in _apart(name, grad)}
     table = name_table(config, state)
     if "visual" in grads:
         table |= tower_table(config, state)
         assert table.keys() == state.keys()
     assert len(table) >= 15
     for name, place in table.items():
-        got = place.tensor(lambda path, place=place: np.asarray(leaves[path])[place.index])
-        expected = state[name].grad.numpy()
+        got = place.tensor(np.asarray(leaves[place.path])[place.index])
+        expected = state[name].numpy()
         # k_proj.bias shifts all scores of a query alike until the rotation: small but not zero.
         assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max() + 1e-7, name
         assert np.abs(expected).max() > 0, name
+
+
+def _apart(name: str, grad):
+    """A gradient under its name in folders: that of all experts is one for each, gate before up."""
+    module, experts, kind = name.partition(".experts.")
+    if not experts:
+        return [(name, grad)]
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    return [
+        (f"{module}.experts.{i}.{one}.weight", part)
+        for i, whole in enumerate(grad)
+        for one, part in zip(kinds, whole.chunk(len(kinds)), strict=True)
+    ]
 
 
 def greedy_answers(model, folder: Path, prompts: Sequence[str], *, system=(), **options) -> list[str]:

@@ -9,7 +9,6 @@ from support.rollouts import rollout_of
 from grpo_jax.reports.page import RunEnd, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import turn_measures
-from grpo_jax.runs.results import turns_table
 from grpo_jax.tasks.task import EpisodeEntry, ShownTurn
 
 nan = math.nan
@@ -58,16 +57,6 @@ def test_measures_of_turns_are_those_of_a_loop():
     assert came["share_kept"] == 0.5 and came["share_gain"] == pytest.approx(0.0)
 
 
-def test_the_table_has_a_line_for_each_measure():
-    measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "valid": 1.0}
-    table = turns_table({name: {"before": 0.0, "after": value} for name, value in measures.items()})
-    assert table.columns == ("measure", "training", "turn 1", "turn 2", "turn 3", "peak", "kept", "gain")
-    assert [row[:2] for row in table.rows] == [
-        (name, when) for name in ("share", "score") for when in ("before", "after")
-    ]
-    assert table.rows[1][2:] == (0.5625, 0.6875, 0.6, 0.8125, 0.5, 0.0)
-
-
 def test_the_page_shows_episodes_as_they_went(tmp_path):
     image = np.full((8, 8, 3), 200, np.uint8)
     turns = [
@@ -87,9 +76,4 @@ def test_the_page_shows_episodes_as_they_went(tmp_path):
     assert "Rewards turn by turn" in page and "share, turn 1" in page and "Turns of an episode" in page
     assert "<h3>share gain" not in page
     RunDirectory(tmp_path).write_images([], [entry])
-    assert sorted(file.name for file in (tmp_path / "images").iterdir()) == [
-        "000_episode_shown_0.png",
-        "000_turn_1.png",
-        "000_turn_1_shown_0.png",
-        "000_turn_2.png",
-    ]
+    assert sorted(file.name for file in (tmp_path / "images").iterdir()) == ["000_turn_1.png", "000_turn_2.png"]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
@@ -18,8 +16,6 @@ from grpo_jax.models.lora import LoraConfig
 MODEL_TYPE = "gpt2"
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
-_FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
-
 _KINDS = {
     "vocab_size": hf_config.VOCABULARY,
     "n_embd": hf_config.WIDTH,
@@ -28,11 +24,17 @@ _KINDS = {
     "n_head": hf_config.HEADS,
     "n_positions": hf_config.TABLE_POSITIONS,
     "activation_function": hf_config.NAME,
-    **dict.fromkeys(_FLAGS, hf_config.FLAG),
+    "tie_word_embeddings": hf_config.FLAG,
     **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), hf_config.NOT_NEGATIVE),
 }
 
-_NEUTRAL = {**hf_config.NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
+_NEUTRAL = {
+    **hf_config.NEUTRAL,
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,6 @@ class GPT2Config:
     max_positions: int  # rows of the position embedding; prompt and completion together have no more tokens
     activation: str = "gelu_new"  # the MLP's, one of `layers.ACTIVATIONS`
     layer_norm_eps: float = 1e-5  # epsilon of every layer norm
-    scale_attn_weights: bool = True  # divide attention's scores by the root of the head's size
-    scale_attn_by_inverse_layer_idx: bool = False  # divide them by the layer's number (from 1) too
     tie_word_embeddings: bool = True  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
     vision: ClassVar[None] = None
@@ -95,8 +95,6 @@ class GPT2Config:
             max_positions=fields["n_positions"],
             activation=fields.get("activation_function", "gelu_new"),
             layer_norm_eps=float(fields.get("layer_norm_epsilon", 1e-5)),
-            scale_attn_weights=bool(fields.get("scale_attn_weights", True)),
-            scale_attn_by_inverse_layer_idx=bool(fields.get("scale_attn_by_inverse_layer_idx", False)),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
             initializer_range=float(fields.get("initializer_range", 0.02)),
         )
@@ -140,20 +138,6 @@ class GPT2Block(nn.Module):
         return x + self.mlp_c_proj(inner), new_keys_values
 
 
-def _final_norm(config: GPT2Config) -> LayerNorm:
-    return LayerNorm(config.layer_norm_eps)
-
-
-def _layer_inputs(config: GPT2Config) -> LayerInput:
-    """Scale of attention's scores, float32 [layers]; None for E^-0.5 in all."""
-    if config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx:
-        return LayerInput()
-    scales = np.full(config.num_layers, config.head_dim**-0.5 if config.scale_attn_weights else 1.0)
-    if config.scale_attn_by_inverse_layer_idx:
-        scales /= np.arange(1, config.num_layers + 1)
-    return LayerInput(scale=jnp.asarray(scales, jnp.float32))
-
-
 def _initial_stddev(config: GPT2Config, name: str) -> float:
     """Smaller for kernels that add to the residual stream, as in the paper."""
     if name in ("attn_c_proj", "mlp_c_proj"):
@@ -166,10 +150,10 @@ GPT2_ARCHITECTURE = Architecture(
     config=GPT2Config,
     read=GPT2Config.from_hf,
     block=GPT2Block,
-    final_norm=_final_norm,
+    final_norm=lambda config: LayerNorm(config.layer_norm_eps),
     learned_positions=True,
     rotation=lambda config, positions: None,
-    layer_inputs=_layer_inputs,
+    layer_inputs=lambda config: LayerInput(),
     projections={"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS},
     initial_stddev=_initial_stddev,
     naming=Naming(

@@ -200,10 +200,6 @@ QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
         modules=llama.NAMING.modules
         | {"router": "mlp.gate"}
         | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in _PARTS},
-        together={
-            "mlp.experts.gate_up_proj": ("gate_experts", "up_experts"),
-            "mlp.experts.down_proj": ("down_experts",),
-        },
     ),
 )
 

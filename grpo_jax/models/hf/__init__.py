@@ -3,7 +3,6 @@
 from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.folder import (
     PolicyFolder,
-    load_folder,
     load_tokenizer,
     load_weights,
     model_config,
@@ -16,7 +15,6 @@ from grpo_jax.models.hf.weights import shapes
 __all__ = [
     "PolicyFolder",
     "Tokenizer",
-    "load_folder",
     "load_tokenizer",
     "load_weights",
     "model_config",

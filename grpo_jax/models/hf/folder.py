@@ -39,34 +39,18 @@ _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 class PolicyFolder(NamedTuple):
-    """A policy as its folder holds it."""
+    """A policy as its folder holds it, without weights."""
 
     config: ModelConfig
-    params: dict[str, PyTree]  # the decoder's; empty while only `read_folder` has run
     tokenizer: Tokenizer  # None if it was not asked for
     eos_ids: tuple[int, ...]  # every token id that ends a completion
     pad_id: int  # the first of `eos_ids` where the folder names none
     path: Path
     name: str  # the hub id, or the folder's absolute path
-    visual: dict[str, PyTree] | None = None  # the vision tower's; None if it was not asked for
-
-
-def load_folder(
-    folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True, vision: bool = False
-) -> PolicyFolder:
-    """Load a local folder, or a hub id, of one of `models.architectures`, onto the first device.
-
-    A `param_dtype` of None keeps the folder's.
-    """
-    policy = read_folder(folder, tokenizer=tokenizer)
-    policy = policy._replace(params=load_weights(policy, param_dtype=param_dtype))
-    if vision and policy.config.vision is not None:
-        policy = policy._replace(visual=load_weights(policy, param_dtype=param_dtype, tower=True)[VISUAL])
-    return policy
 
 
 def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
-    """Read all of a folder but its weights, which take long; arguments and errors as of `load_folder`."""
+    """Read all of a local folder, or a hub id, of one of `models.architectures` but its weights, which take long."""
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     if not (folder / "config.json").is_file():
@@ -75,7 +59,7 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
-    return PolicyFolder(config, {}, loaded, eos_ids, pad_id, folder, name)
+    return PolicyFolder(config, loaded, eos_ids, pad_id, folder, name)
 
 
 def load_weights(
@@ -87,7 +71,8 @@ def load_weights(
 ) -> dict[str, PyTree]:
     """Load the parameters of a policy that `read_folder` gave, or its vision tower's as ``{"visual": parameters}``.
 
-    `put` takes them from host memory to their devices; None copies them to the first.
+    A `param_dtype` of None keeps the folder's. `put` takes them from host memory to their devices; None copies them to
+    the first.
     """
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     with as_user_error(f"cannot load the policy in {read.path}", UserError):
@@ -296,14 +281,6 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
         )
     except Exception as error:  # of the hub, of HTTP or of the network: each library raises its own
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
-        raise UserError(f"push_to_hub: {_reason(error)}; {folder} is complete, to push it again: {again}") from error
+        reason = one_line(error) or type(error).__name__
+        raise UserError(f"push_to_hub: {reason}; {folder} is complete, to push it again: {again}") from error
     return str(address)
-
-
-def _reason(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    if response is None:
-        return f"the hub cannot be reached ({one_line(error) or type(error).__name__})"
-    answer = getattr(error, "server_message", None) or getattr(response, "reason_phrase", "")
-    hint = {401: ", is the token still valid?", 403: ", may this token write there?"}.get(response.status_code, "")
-    return f"the hub answered {response.status_code} ({one_line(answer)}){hint}"

@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,6 @@ from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf_config import as_user_error
-from grpo_jax.models.layers import Naming
 from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
@@ -39,26 +38,19 @@ class TensorPlace(NamedTuple):
     transpose: bool
     shape: tuple[int, ...]  # of the tensor in the folder
     expert: int | None = None  # index along the leaf's second axis, or None for a leaf without experts
-    # the paths of leaves [in, out] of all experts that are one tensor [experts, out, in]; else empty
-    together: tuple[tuple[str, ...], ...] = ()
 
     @property
     def index(self) -> tuple[int, ...]:
         """Index of the tensor in its leaf."""
         return tuple(index for index in (self.layer, self.expert) if index is not None)
 
-    def parts(self, tensor: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:
-        """Split a tensor of the folder into parts of the leaves, by path."""
-        if self.together:
-            split = np.split(tensor.swapaxes(1, 2), len(self.together), axis=2)
-            return dict(zip(self.together, split, strict=True))
-        return {self.path: tensor.reshape(len(tensor), -1).T if self.transpose else tensor}
+    def part(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the part of the leaf that a tensor of the folder is."""
+        return tensor.reshape(len(tensor), -1).T if self.transpose else tensor
 
-    def tensor(self, part: Callable[[tuple[str, ...]], np.ndarray]) -> np.ndarray:
-        """Make the tensor of the folder from the parts in the leaves, by path."""
-        if self.together:
-            return np.concatenate([part(path) for path in self.together], axis=2).swapaxes(1, 2)
-        return part(self.path).T.reshape(self.shape) if self.transpose else part(self.path)
+    def tensor(self, part: np.ndarray) -> np.ndarray:
+        """Return the tensor of the folder that the part of the leaf is."""
+        return part.T.reshape(self.shape) if self.transpose else part
 
 
 @functools.lru_cache(maxsize=8)
@@ -79,32 +71,19 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPla
     head = next((h for h in naming.heads if h in names), naming.heads[0])
     layers = f"{prefix}{naming.layers}"
     table = {}
-    leaves = flatten_dict(shapes(config))
-    together = _together(naming, layers, names)
-    for (name, parts), layer in product(naming.together.items(), range(config.num_layers if together else 0)):
-        paths = tuple(("layers", part, "kernel") for part in parts)
-        _, count, inner, _ = leaves[paths[0]].shape
-        width = sum(leaves[path].shape[-1] for path in paths)
-        table[f"{layers}.{layer}.{name}"] = TensorPlace(paths[0], layer, True, (count, width, inner), together=paths)
-    for path, leaf in leaves.items():
+    for path, leaf in flatten_dict(shapes(config)).items():
         kind = "bias" if path[-1] == "bias" else "weight"
         if path == ("lm_head",):
             table[head] = TensorPlace(path, None, False, leaf.shape)
         elif path[0] != "layers":
             table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = TensorPlace(path, None, False, leaf.shape)
-        elif path[1] not in together:
+        else:
             module, transpose = f"{naming.modules[path[1]]}.{kind}", naming.transposed and path[-1] == "kernel"
             for layer, (name, place) in product(range(config.num_layers), _in_layer(path, module, transpose, leaf)):
                 table[f"{layers}.{layer}.{name}"] = place._replace(layer=layer)
     if config.tie_word_embeddings and head in names:
         table[head] = table[prefix + embedding]
     return table
-
-
-def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
-    if not any(f"{layers}.0.{name}" in names for name in naming.together):
-        return set()
-    return {part for parts in naming.together.values() for part in parts}
 
 
 def _in_layer(
@@ -232,19 +211,18 @@ def read_params(
         raise UserError(f"weights do not fit config.json: {first_problems(problems)}")
     stacked: dict[tuple[str, ...], tuple[int, ...]] = {}
     for place in table.values():
-        for path in place.together or (place.path,):
-            stacked[path] = max(stacked.get(path, ()), place.index)  # the last of each axis
+        stacked[place.path] = max(stacked.get(place.path, ()), place.index)  # the last of each axis
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     for name, place in table.items():
-        for path, value in place.parts(files.read_finite(name, dtype)).items():
-            if place.index:
-                if path not in leaves:
-                    leaves[path] = np.empty((*(last + 1 for last in stacked[path]), *value.shape), value.dtype)
-                leaves[path][place.index] = value
-            elif path not in leaves:
-                leaves[path] = value
-            elif not np.array_equal(leaves[path], value):
-                raise UserError(f"{short_name(name)} differs from the embedding although tie_word_embeddings is true")
+        path, value = place.path, place.part(files.read_finite(name, dtype))
+        if place.index:
+            if path not in leaves:
+                leaves[path] = np.empty((*(last + 1 for last in stacked[path]), *value.shape), value.dtype)
+            leaves[path][place.index] = value
+        elif path not in leaves:
+            leaves[path] = value
+        elif not np.array_equal(leaves[path], value):
+            raise UserError(f"{short_name(name)} differs from the embedding although tie_word_embeddings is true")
     return unflatten_dict(leaves)
 
 
@@ -288,10 +266,7 @@ def write_shard(
 
 
 def _exported(name: str, leaves: Leaves, place: TensorPlace, dtype: np.dtype) -> np.ndarray:
-    def part(path: tuple[str, ...]) -> np.ndarray:
-        return np.asarray(entry(leaves[path], place.index))
-
-    value = place.tensor(part)
+    value = place.tensor(np.asarray(entry(leaves[place.path], place.index)))
     if dtype == np.float16 and np.abs(value.astype(np.float32)).max(initial=0.0) > np.finfo(np.float16).max:
         raise UserError(f"{name} no longer fits float16; export with dtype float32 or bfloat16")
     return value.astype(dtype)

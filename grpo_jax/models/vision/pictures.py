@@ -65,40 +65,23 @@ def bucket_patches(patches: int, config: VisionConfig) -> int:
     return bucketed(-(-patches // config.merged)) * config.merged
 
 
-def pack_pictures(
-    rows: Sequence[Sequence[Picture]],
-    config: VisionConfig,
-    *,
-    slots: int | None = None,
-    patches: int | None = None,
-) -> Pictures | None:
-    """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of a bucket's shape.
-
-    `slots` is I, `patches` is S; None makes a bucket of the largest. Returns None where no row has a picture.
-    """
-    pictures = [picture for row in rows for picture in row]
-    if not pictures:
-        return None
-    most_slots, most_patches = max(map(len, rows)), max(len(picture.patches) for picture in pictures)
-    slots = slots or bucketed(most_slots)
-    patches = patches or bucket_patches(most_patches, config)
-    return _packed(rows, config, slots, patches)
-
-
-def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
-    """Pack some rows of a data set as `pack_pictures`, in few shapes, none larger than the data set's largest.
+def pack_rows(
+    rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int = 2**31, patches: int = 2**31
+) -> Pictures:
+    """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of few shapes.
 
     Rows without pictures get empty slots, so that each part of a data set is of one kind. `slots` and `patches` are
-    the most pictures of a row, and patches of a picture, in the data set.
+    the most pictures of a row, and patches of a picture, in the data set: no array is larger.
     """
     most_slots = max(1, *(len(row) for row in rows))
     most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
     slots = max(most_slots, min(bucketed(most_slots), slots))
     patches = max(most_patches, min(bucket_patches(most_patches, config), patches))
-    return _packed(rows, config, slots, patches)
+    return pack_pictures(rows, config, slots=slots, patches=patches)
 
 
-def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int, patches: int) -> Pictures:
+def pack_pictures(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
+    """Pack pictures of several rows into host arrays of I slots and S patches."""
     packed = np.zeros((len(rows), slots, patches, config.pixels), np.float32)
     grids = np.zeros((len(rows), slots, 2), np.int32)
     for i, row in enumerate(rows):

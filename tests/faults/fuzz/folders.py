@@ -19,10 +19,10 @@ import numpy as np
 from faults.fuzz.mutations import mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 from support.encoded_prompts import plain_rows
+from support.folders import load_folder
 from support.tiny_models import causal_lm
 
 from grpo_jax.config.sections import DataSection, NewPolicySection
-from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.chat import special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy

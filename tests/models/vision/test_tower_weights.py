@@ -12,6 +12,7 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.folders import load_folder  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
@@ -52,13 +53,13 @@ def assert_states_agree(ours, theirs):
 def test_round_trip_is_bit_equal(tmp_path, architecture):
     source = reference.folder(tmp_path / "source", architecture, dtype=torch.bfloat16, max_shard_size="20KB")
     assert len(list(source.glob("*.safetensors"))) > 1
-    loaded = hf.load_folder(source, tokenizer=False, vision=True)
+    loaded = load_folder(source, tokenizer=False, vision=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.visual)} == {np.dtype("float32")}
     hf.save_folder(tmp_path / "export", source, loaded.config, {**loaded.params, "visual": loaded.visual})
     before, after = tensors(source), tensors(tmp_path / "export")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
-    assert hf.load_folder(source, tokenizer=False).visual is None
+    assert load_folder(source, tokenizer=False).visual is None
 
 
 def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
@@ -113,8 +114,8 @@ def test_broken_towers_are_named(tmp_path):
     def load_with(**changes):
         kept = {key: tensor for key, tensor in (whole | changes).items() if tensor is not None}
         save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
-        hf.load_folder(source, tokenizer=False)  # text needs no tower
-        hf.load_folder(source, tokenizer=False, vision=True)
+        load_folder(source, tokenizer=False)  # text needs no tower
+        load_folder(source, tokenizer=False, vision=True)
 
     for changes, message in (
         ({name: None}, f"cannot load the policy in .*{name} is missing"),

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from flax.traverse_util import flatten_dict  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
+from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.weights import tower_table  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision import tower as tower_module  # noqa: E402
@@ -141,7 +142,7 @@ def test_pictures_of_one_size_where_they_are(world, see):
 def test_windows_are_those_of_transformers():
     from transformers.vision_utils import get_vision_window_index
 
-    config = tiny.hf.model_config("tiny", tiny.reference.model("qwen2_5_vl").config.to_dict()).vision
+    config = hf.model_config("tiny", tiny.reference.model("qwen2_5_vl").config.to_dict()).vision
     config = dataclasses.replace(config, window=4)
     for grid in ((8, 8), (6, 10), (36, 36), (2, 30), (18, 8), (2, 2)):
         index, seams = get_vision_window_index(torch.tensor([[1, *grid]]), 2, window_size=32, patch_size=4)

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support import torch_reference as reference
+from support.folders import load_folder
 
-from grpo_jax.models import hf
 from grpo_jax.models.vision.config import VisionConfig
-from grpo_jax.models.vision.pictures import Picture, Pictures, pack_pictures
+from grpo_jax.models.vision.pictures import Picture, Pictures, pack_pictures, pack_rows
 
 ARCHITECTURES = tuple(reference.VISION)
 # Rows with two pictures, one that is long, none, and three: whole windows, half windows, a single merged token.
@@ -41,7 +41,7 @@ def seeing(folder, architecture: str, **overrides) -> Seeing:
     """An architecture's random model, and its folder read."""
     model = reference.model(architecture, **overrides)
     model.save_pretrained(folder)
-    return Seeing(model, hf.load_folder(folder, tokenizer=False, vision=True))
+    return Seeing(model, load_folder(folder, tokenizer=False, vision=True))
 
 
 def draw(config: VisionConfig, grids=GRIDS, seed: int = 0) -> list[list[Picture]]:
@@ -56,9 +56,7 @@ def draw(config: VisionConfig, grids=GRIDS, seed: int = 0) -> list[list[Picture]
 
 def packed(rows, config: VisionConfig, **shape) -> Pictures:
     """The rows in one array."""
-    pictures = pack_pictures(rows, config, **shape)
-    assert pictures is not None
-    return pictures
+    return pack_pictures(rows, config, **shape) if shape else pack_rows(rows, config)
 
 
 def torch_states(model, rows) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:

@@ -63,7 +63,9 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         setup.info("", note)
     required = 0.9 if task.writes == "query" else 0.0
     retrieval, retriever, share = open_retriever(task.retrieval, catalogue.titles, required=required)
-    setup.info("retrieval", _retrieval_line(task.retrieval, share))
+    where = "in this process" if task.retrieval.backend == "local" else f"service {task.retrieval.service!r} over Ray"
+    line = f"{task.retrieval.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"
+    setup.info("retrieval", line)
 
     items = None if task.writes == "query" else items_of(catalogue.written)
     prior = make_prior(task.prior, catalogue.titles, dataset.known) if items and task.prior.used else None
@@ -156,11 +158,6 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], *, required
         if isinstance(error, UserError):
             raise
         raise UserError(f"task.retrieval: {error}") from error
-
-
-def _retrieval_line(section: RetrievalSection, share: float) -> str:
-    where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
-    return f"{section.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"
 
 
 class Recommended(NamedTuple):

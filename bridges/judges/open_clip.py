@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
-PUBLISHED: dict[str, int] = {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}
-"""Parameters of open_clip's models."""
-
 
 class OpenClip(Judge):
     """Judges pictures and texts by their similarity in CLIP's space."""
@@ -74,8 +71,10 @@ class OpenClip(Judge):
 
         folder = bundled(self.model, "scorer")
         name = self.model if folder is None else f"local-dir:{folder}"
-        count = PUBLISHED.get(name.replace("/", "-")) or loading.clip_size(name)
-        return [("CLIP", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        return [
+            ("CLIP", loading.clip_size(name) * loading.ITEM_BYTES[self.dtype], self.dtype),
+            ("scoring", 2**28, "allowance"),
+        ]
 
     def _preprocess(self, settings: dict) -> Preprocess:
         from open_clip.transform import PreprocessCfg, image_transform_v2

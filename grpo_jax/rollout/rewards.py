@@ -64,7 +64,6 @@ class RewardError(UserError):
     def __init__(self, reward: str, reason: str):
         super().__init__(f"reward {one_line(reward, 60)}: {reason}")
         self.reward = reward
-        self.reason = reason
 
 
 class BadReturn(TypeError):

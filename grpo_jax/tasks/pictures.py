@@ -302,13 +302,11 @@ class RenderedImages(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
     `images` is None where drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
-    from the same noise, repeated for each completion, is None where no reward asks for them. `seeds` are P seeds of
-    the noise.
+    from the same noise, repeated for each completion, is None where no reward asks for them.
     """
 
     images: Tensor | None
     baseline_images: Tensor | None
-    seeds: list[int]
 
 
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:
@@ -330,9 +328,9 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
             plain = renderer.draw([row.prompt for row in rows], seeds, evaluation=evaluation) if baselines else None
         except BaseException as error:
             if config.on_judge_error == "missing" and is_own_doing(error):
-                return RenderedImages(None, None, seeds)
+                return RenderedImages(None, None)
             raise
         baseline = None if plain is None else plain.repeat_interleave(group, dim=0).to(device)
-        return RenderedImages(images.to(device), baseline, seeds)
+        return RenderedImages(images.to(device), baseline)
 
     return render

@@ -74,9 +74,8 @@ def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load):
     np.testing.assert_array_equal(rewards[:, ::2], 0)
     assert (np.abs(rewards[:, 1]) > 1e-6).all()
     # The noise is the prompt's own and, in training, fresh at each visit.
-    assert len(set(pictures.seeds)) == 2
     again = render(ROWS, texts, 6, False)
-    assert again.seeds != pictures.seeds and not torch.equal(again.images, pictures.images)
+    assert not torch.equal(again.images, pictures.images)
 
 
 def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):

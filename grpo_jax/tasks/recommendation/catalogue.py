@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,10 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
     refuse_foreign_items(path, named, catalogue)
     problems.refuse(str(path))
     # Sorting is stable: file order in a tie.
-    items = {user: tuple(dict.fromkeys(row for _, row in sorted(some, key=_time))) for user, some in events.items()}
+    items = {
+        user: tuple(dict.fromkeys(row for _, row in sorted(some, key=operator.itemgetter(0))))
+        for user, some in events.items()
+    }
     users = tuple(UserSequence(user, own) for user, own in items.items() if len(own) >= 2)
     notes = _left_out(len(events) - len(users))
     repeated = sum(map(len, events.values())) - sum(map(len, items.values()))
@@ -195,10 +199,6 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
     if not users:
         raise UserError(f"{path} has no user with at least 2 items; {'; '.join(notes) or 'it is empty'}")
     return Sequences(users, notes)
-
-
-def _time(event: tuple[float, int]) -> float:
-    return event[0]
 
 
 def _seconds(text: str) -> tuple[float, bool]:

@@ -63,7 +63,9 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         setup.info("", note)
     required = 0.9 if task.writes == "query" else 0.0
     retrieval, retriever, share = open_retriever(task.retrieval, catalogue.titles, required=required)
-    setup.info("retrieval", _retrieval_line(task.retrieval, share))
+    where = "in this process" if task.retrieval.backend == "local" else f"service {task.retrieval.service!r} over Ray"
+    line = f"{task.retrieval.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"
+    setup.info("retrieval", line)
 
     items = None if task.writes == "query" else items_of(catalogue.written)
     prior = make_prior(task.prior, catalogue.titles, dataset.known) if items and task.prior.used else None
@@ -158,11 +160,6 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], *, required
         raise UserError(f"task.retrieval: {error}") from error
 
 
-def _retrieval_line(section: RetrievalSection, share: float) -> str:
-    where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
-    return f"{section.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"
-
-
 class Recommended(NamedTuple):
     """One item, by its id in the catalogue; scores compare within one answer, higher is better."""
 
@@ -235,21 +232,17 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
     """Return title or id → the first item of that name; a UserError where there is none.
 
-    A letter and its accent may be written as one character or as two; case and marks of titles do not matter.
+    Case, marks and forms of characters (NFKC) of titles do not matter.
     """
-
-    def composed(name: str) -> str:
-        return unicodedata.normalize("NFC", name)
 
     def spelled(title: str) -> str:
         return plain(unicodedata.normalize("NFKC", title))
 
-    ids = {composed(name): row for row, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
     titles = {spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
     titles.pop("", None)
 
     def row_of(title: str) -> int:
-        row = ids.get(title, ids.get(composed(title), titles.get(spelled(title))))
+        row = catalogue.rows.get(title, titles.get(spelled(title)))
         if row is None:
             raise UserError(f"no item is called {one_line(repr(title), 80)}")
         return row

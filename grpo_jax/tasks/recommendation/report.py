@@ -99,7 +99,10 @@ def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
     """Return the measures of SHOWN of all users as text; arguments as in `table_cells`."""
     everybody = [row for row in rows if row.group == ALL]
     ((title, cells),) = table_cells(everybody, SHOWN, signed=signed)
-    return aligned([[title, *SHOWN], *cells])
+    lines = [[title, *SHOWN], *cells]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
 
 
 def table_cells(
@@ -116,13 +119,6 @@ def table_cells(
         cells = [[row.method, *(_cell(row.measures[name], signed) for name in measures)] for row in part]
         groups.append((heading, cells))
     return groups
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as text in columns, two spaces between."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(text.rstrip() for text in texts)
 
 
 def _cell(interval: Interval, signed: bool) -> str:

@@ -46,12 +46,6 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
-def choices(config: Config) -> Sequence[str]:
-    """Return the items that a policy which ranks them itself may write."""
-    catalogue = load_dataset(config.task, config.data.columns).catalogue
-    return items_of(catalogue.written).texts
-
-
 def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     """Read the data and open the retriever (`Recommendation.load`)."""
     require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")

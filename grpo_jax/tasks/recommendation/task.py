@@ -112,9 +112,12 @@ class Recommendation(Task):
 
     def choices(self, config: Config) -> Sequence[str] | None:
         """Return the items of a policy that ranks them itself."""
-        from grpo_jax.tasks.recommendation.loading import choices
+        from grpo_jax.tasks.recommendation.catalogue import items_of
+        from grpo_jax.tasks.recommendation.dataset import load_dataset
 
-        return None if self.writes == "query" else choices(config)
+        if self.writes == "query":
+            return None
+        return items_of(load_dataset(self, config.data.columns).catalogue.written).texts
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Read the data and open the retriever, which tests itself."""

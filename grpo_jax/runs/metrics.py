@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from grpo_jax.runs.loading import RunContext
 
 
+_CONSTANT_ITERATIONS = 5  # in a row with one value of a reward, of which a run warns
 RIGHT = 1.0
 """A measure's best value: a first turn that reaches it was right."""
 _NOTHING = 1e-6  # a change that is rounding alone
@@ -253,20 +254,30 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(pictures)
 
 
-def missing_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
-    """Count the iterations in a row in which no completion had a maximised reward, and warn of one that never came.
+def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
+    """Count the iterations in a row in which a maximised reward was missing, or had one value, and warn of it.
 
     Returns:
-        {"streaks": {name: iterations}}, and lines.
+        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}}, and lines.
     """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
-    before = notes.get("streaks", {})
-    streaks = {
-        name: before.get(name, 0) + 1 if np.isnan(values[name]).all() else 0
-        for name in maximised_names(ctx.rewards.weights)
-    }
-    never = [name for name, count in streaks.items() if count == done]
+    streaks: dict[str, int] = {}
+    constant: dict[str, list[float]] = {}
     lines = []
+    for name in maximised_names(ctx.rewards.weights):
+        found = np.unique(values[name][~np.isnan(values[name])])
+        streaks[name] = 0 if len(found) else notes.get("streaks", {}).get(name, 0) + 1
+        if len(found) == 1:
+            value, count = float(found[0]) + 0.0, 1  # not -0
+            last, before = notes.get("constant", {}).get(name, (None, 0))
+            count += before if last == value else 0
+            constant[name] = [value, count]
+            if count == _CONSTANT_ITERATIONS:
+                lines.append(
+                    f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; "
+                    "the policy learns nothing from it"
+                )
+    never = [name for name, count in streaks.items() if count == done]
     if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"warning: no completion got the reward {join_names(never)} in the first {done} iterations")
-    return {"streaks": streaks}, lines
+    return {"streaks": streaks, "constant": constant}, lines

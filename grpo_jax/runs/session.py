@@ -48,7 +48,7 @@ class Progress(NamedTuple):
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
-            findings; "streaks" of iterations without a reward.
+            findings; "streaks" of iterations without a reward, "constant" of those with one value.
         unvalidated: Metrics of the last iteration where its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """
@@ -349,7 +349,7 @@ _KILLABLE = (
 
 
 def nothing_judged(progress: Progress, run_dir: str) -> str:
-    """Return why a run ends without rewards (`missing_streaks`): none came lately, or in a short run; "" before.
+    """Return why a run ends without rewards (`reward_streaks`): none came lately, or in a short run; "" before.
 
     A reward may well apply to few prompts: all must be missing.
     """

@@ -31,7 +31,7 @@ from grpo_jax.runs.metrics import (
     completion_columns,
     fallen,
     iteration_row,
-    missing_streaks,
+    reward_streaks,
     update_metrics,
 )
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
@@ -209,7 +209,7 @@ class Trainer:
             self.state = self.learner.refresh(self.state, i)
             learned = update_metrics(report, rate)
             row = iteration_row(ctx, i, drawn, learned, seconds, started)
-            streaks, lines = missing_streaks(ctx, rollout, self.progress.notes, i + 1)
+            streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
             notes = {**self.progress.notes, **streaks}
             for line in lines:
                 output.info(line)

@@ -108,6 +108,7 @@ def test_the_improvement_is_in_what_is_maximised(turned, capsys):
     log = (turned / "train.log").read_text()
     assert f"improvement {after - before:+.3f}" in log
     assert re.search(r"total +\d\.\d+ +1\.000", log)
+    assert log.count("warning: the reward same was 0 for every completion of the last 5 iterations") == 1
     page = (turned / "report.html").read_text()
     assert '<p class="claim">total' in page
 

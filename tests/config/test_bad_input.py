@@ -109,6 +109,7 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
 
 def test_more_of_the_vocabulary_than_there_is(refused):
     assert "sampling.top_k: expected at most the policy's 272 tokens" in refused("--sampling.top_k", "273")
+    assert "held-out prompts have no column 'kinds'" in refused("--evaluation.by", "kinds")
 
 
 def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):

@@ -16,10 +16,9 @@ def cases_of(module, package):
     return [pytest.param(case, id=case.id) for case in importlib.import_module(module).CASES]
 
 
-CASES = [*cases_of("oracles.oracle_rlax", "rlax"), *cases_of("oracles.oracle_scipy", "sklearn")]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*cases_of("oracles.oracle_rlax", "rlax"), *cases_of("oracles.oracle_scipy", "sklearn")]
+)
 def test_agrees(case):
     value, gradient = run(case, 0)
     assert value < TOLERANCE

@@ -4,29 +4,13 @@ import json
 
 import pytest
 from support.imports import ROOT
-from support.text_task import completions, rows
+from support.text_task import SMALL_EXAMPLE, completions, rows
 
 from grpo_jax.train import main
 
 FILE = ROOT / "examples" / "own_task" / "task.py"
 TASK = ["--task", f"{FILE}:Countdown"]
-SMALL = {
-    "task.puzzles": 32,
-    "policy.new.width": 16,
-    "policy.new.layers": 1,
-    "policy.new.heads": 2,
-    "policy.remat": "none",
-    "sft.steps": 150,
-    "sft.batch": 16,
-    "sft.learning_rate": 0.03,
-    "sampling.group_size": 4,
-    "training.prompts_per_batch": 4,
-    "training.max_steps": 3,
-    "training.save_every": 0,
-    "evaluation.every": 0,
-    "evaluation.samples": 0,
-    "report_to": "[]",
-}
+SMALL = {**SMALL_EXAMPLE, "task.puzzles": 32, "sft.steps": 150, "training.max_steps": 3, "evaluation.every": 0}
 
 
 def command(run, **changes):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from support.imports import ROOT
-from support.text_task import episodes_of, rows
+from support.text_task import SMALL_EXAMPLE, episodes_of, rows
 
 from grpo_jax import evaluate
 from grpo_jax.config.command_line import load_config
@@ -16,24 +16,8 @@ from grpo_jax.runs.sft import supervised_batch
 from grpo_jax.train import main
 
 CALCULATOR, GUESS = (ROOT / "examples" / name / "task.py" for name in ("calculator", "guess_the_number"))
-SMALL = {
-    "policy.new.width": 16,
-    "policy.new.layers": 1,
-    "policy.new.heads": 2,
-    "policy.remat": "none",
-    "sft.steps": 120,
-    "sft.batch": 16,
-    "sft.learning_rate": 0.03,
-    "sampling.group_size": 4,
-    "training.prompts_per_batch": 4,
-    "training.max_steps": 2,
-    "training.save_every": 0,
-    "evaluation.samples": 0,
-    "evaluation.prompts": 4,
-    "evaluation.validation_prompts": 4,
-    "report_to": "[]",
-}
-
+FEW = {"evaluation.prompts": 4, "evaluation.validation_prompts": 4, "sft.steps": 120, "training.max_steps": 2}
+SMALL = SMALL_EXAMPLE | FEW
 GUESSES = {"evaluation.every": 1, "sft.steps": 30}
 
 

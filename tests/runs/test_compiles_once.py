@@ -1,13 +1,21 @@
-"""No step of training compiles twice."""
+"""No step of training compiles twice, and the way from the command to the loss is short enough to read."""
+
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 
+import grpo_jax
 from grpo_jax.config.command_line import parse
+from grpo_jax.core import losses
 from grpo_jax.runs.batches import Rollouts, batch_of, draw
 from grpo_jax.runs.loading import load
+from grpo_jax.train import main
 from grpo_jax.training.update import make_learner
 
+MOST_FRAMES = 12  # of ours; those of JAX and of Python do not count
+PACKAGE = str(Path(grpo_jax.__file__).parent)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -53,3 +61,27 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
         state = iterate(state, iteration)
     ahead.settle()
     assert len(compiled) == first
+
+
+def test_few_frames_lie_between_main_and_the_loss(place, tmp_path, monkeypatch, own_programs):
+    found = []
+
+    class Seen(Exception):
+        """Ends the run where the loss would be compiled."""
+
+    def looking(*arguments, **options):
+        frame, names = sys._getframe(1), []
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        found.extend(names)
+        raise Seen
+
+    monkeypatch.setattr(losses, "grpo_loss", looking)
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
+    words = [f"--run_dir={tmp_path / 'run'}", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"]
+    with pytest.raises(Seen):
+        main(["--config", str(place.config), *words])
+    outer = found[: found.index("main") + 1]
+    assert len(outer) + 1 <= MOST_FRAMES, outer

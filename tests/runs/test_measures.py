@@ -5,6 +5,7 @@ without the hard one that it waits for. One process dies after three iterations 
 """
 
 import json
+import math
 import re
 
 import numpy as np
@@ -212,3 +213,49 @@ def test_charts_are_of_what_was_computed(turned):
 def test_the_first_iteration_which_compiles_is_not_drawn(turned):
     figure = chart(turned, "Seconds per iteration")
     assert set(re.findall(r"<title>iteration (\d+):", figure)) == {"2", "3", "4", "5"}
+
+
+nan = math.nan
+VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing
+    [(1.0, 3.0), (0.5, 2.0), (1.0, 4.0)],
+    [(1.0, 1.0), (1.0, nan), (0.0, 5.0)],
+    [(0.0, nan), (1.0, 2.0)],
+    [(0.25, 2.0)],
+]
+
+
+def judged():
+    turns = np.full((4, 1, 3, 2), nan, np.float32)
+    for p, episode in enumerate(VALUES):
+        turns[p, 0, : len(episode)] = episode
+    last = np.array([[len(episode) - 1] for episode in VALUES])
+    return rollout_of(turns[..., :1], turns[..., 1:], last)
+
+
+def mean(values):
+    present = [value for value in values if not math.isnan(value)]
+    return sum(present) / len(present) if present else nan
+
+
+def loop(n):
+    """One prompt after the other, from what the names promise."""
+    found = {"turn_1": [], "turn_2": [], "peak": [], "kept": [], "gain": []}
+    for episode in VALUES:
+        own = [turn[n] for turn in episode]
+        for turn in (1, 2):
+            found[f"turn_{turn}"].append(own[min(turn, len(own)) - 1])
+        present = [value for value in own if not math.isnan(value)]
+        found["peak"].append(max(present) if present else nan)
+        if own[0] >= 1.0:
+            found["kept"].append(float(own[-1] >= own[0]))
+        found["gain"].append(own[-1] - own[0])
+    return {name: mean(values) for name, values in found.items()}
+
+
+def test_measures_of_turns_are_those_of_a_loop():
+    came = turn_measures(judged(), ["share", "score"])
+    assert len(came) == 10
+    for n, name in enumerate(("share", "score")):
+        for what, expected in loop(n).items():
+            assert came[f"{name}_{what}"] == pytest.approx(expected, nan_ok=True), (name, what)
+    assert came["share_kept"] == 0.5 and came["share_gain"] == pytest.approx(0.0)

@@ -66,9 +66,7 @@ class Place(NamedTuple):
 
 def make_place(folder: Path) -> Place:
     """Writes policy, prompts, judge and a config in which everything that a resume must restore matters."""
-    from support.tiny_models import (
-        causal_lm,  # torch: CartPole's tests, which need the rest of this file, run without it
-    )
+    from support.tiny_models import causal_lm  # torch: CartPole's tests run without it
 
     policy = causal_lm(folder / "policy")
     judge = folder / "judge.py"
@@ -158,6 +156,22 @@ def rewound(run: Path, to: Path, step: int) -> Path:
             (to / "checkpoints" / name).unlink()
     (to / "summary.json").unlink()
     return to
+
+
+SMALL_EXAMPLE = {
+    "policy.new.width": 16,
+    "policy.new.layers": 1,
+    "policy.new.heads": 2,
+    "policy.remat": "none",
+    "sft.batch": 16,
+    "sft.learning_rate": 0.03,
+    "sampling.group_size": 4,
+    "training.prompts_per_batch": 4,
+    "training.save_every": 0,
+    "evaluation.samples": 0,
+    "report_to": "[]",
+}
+"""Fields of a run of an example, whose policy is a new one."""
 
 
 def environment(run: Path, judge: str) -> dict[str, str]:

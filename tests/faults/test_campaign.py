@@ -1,4 +1,4 @@
-"""A small part of the fault campaign, the same one every time: real runs in processes of their own."""
+"""A small part of the fault campaign, the same one every time; `python benchmarks/campaign.py` has all of it."""
 
 import json
 import os
@@ -6,12 +6,25 @@ import subprocess
 import sys
 
 import pytest
-from support.text_task import ROOT
+from support.imports import ROOT
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, which this system cannot")
+from faults.fuzz import config, folders, prompts
 
 
+@pytest.mark.parametrize(
+    ("campaign", "count"),
+    [(config.campaign, 100), (prompts.campaign, 200), (folders.campaign, 20)],
+    ids=["config", "prompts", "folders"],
+)
+def test_every_case_works_or_is_one_line(campaign, count, tmp_path):
+    outcomes = list(campaign(tmp_path, 20, count))
+    assert len(outcomes) == count
+    broken = [f"{outcome.case}: {outcome.note}" for outcome in outcomes if not outcome.handled]
+    assert not broken, "\n".join(broken[:10])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, which this system cannot")
 @pytest.mark.wide  # half a minute each; a killed SFT goes on in the tests of recommendation
 @pytest.mark.parametrize("kind", ["kills:1:cartpole", "kills:2:text"])
 def test_what_was_promised_holds(kind, tmp_path):

@@ -41,7 +41,7 @@ def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_ch
     run = tmp_path / "run"
     with stopped_after(run, rows=0):
         assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
-    assert "stopped before the first iteration" in capsys.readouterr().out
+    assert " before the first iteration: --resume" in capsys.readouterr().out
     with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
         checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
     (run / "thesis.txt").write_text("years of work")

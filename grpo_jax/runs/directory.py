@@ -104,16 +104,16 @@ def disk_reason(error: BaseException) -> str:
     return said or getattr(error, "strerror", None) or one_line(error, 80)
 
 
-def write_atomically(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
-    """Write a whole file or nothing, through a temporary one beside it. Large data comes in pieces."""
+def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
+    """Write a whole file or nothing, through a temporary one beside it. Large data is a function of its pieces."""
     path = Path(path)
-    pieces = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else list(data)
+    content = data.encode() if isinstance(data, str) else data
 
     def write() -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.writelines(pieces)
+                file.writelines([content] if isinstance(content, bytes) else content())
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:

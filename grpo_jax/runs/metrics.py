@@ -258,7 +258,7 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
     """Count the iterations in a row in which a maximised reward was missing, or had one value, and warn of it.
 
     Returns:
-        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}}, and lines.
+        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}}, and warnings.
     """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
     streaks: dict[str, int] = {}
@@ -274,10 +274,10 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
             constant[name] = [value, count]
             if count == _CONSTANT_ITERATIONS:
                 lines.append(
-                    f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; "
-                    "the policy learns nothing from it"
+                    f"the reward {name} was {value:g} for every completion of the last {count} iterations; the "
+                    "policy learns nothing from it"
                 )
     never = [name for name, count in streaks.items() if count == done]
     if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
-        lines.append(f"warning: no completion got the reward {join_names(never)} in the first {done} iterations")
+        lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")
     return {"streaks": streaks, "constant": constant}, lines

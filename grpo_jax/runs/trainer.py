@@ -209,10 +209,10 @@ class Trainer:
             self.state = self.learner.refresh(self.state, i)
             learned = update_metrics(report, rate)
             row = iteration_row(ctx, i, drawn, learned, seconds, started)
-            streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
+            streaks, warnings = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
             notes = {**self.progress.notes, **streaks}
-            for line in lines:
-                output.info(line)
+            for line in warnings:
+                output.warning(line)
             seconds = added(self.progress.seconds, seconds)
             self.progress = self.progress._replace(iteration=i + 1, seconds=seconds, notes=notes, unvalidated=row)
             output.completions(i + 1, completion_columns(ctx, rollout, report["advantages"]))

@@ -32,7 +32,7 @@ TODAY = "today"
 """Of data.chat_template_options: the date that a template writes."""
 
 Dtype = Literal["float32", "bfloat16"]
-Precision = Literal["default", "high", "highest"]
+Precision = Literal["default", "high", "highest", "bfloat16"]
 
 
 class LoraSection(Section):
@@ -117,7 +117,8 @@ class PolicySection(Section):
     """Type of the activations."""
     matmul_precision: Precision | None = None
     """Of matrix products (jax.default_matmul_precision); null is "highest" with compute_dtype float32, where GPUs take
-    TF32 and TPUs bfloat16 otherwise, and else JAX's default. Judges in PyTorch follow it: "highest" is full float32."""
+    TF32 and TPUs bfloat16 otherwise, and else JAX's default. "bfloat16" is that default too, but on a CPU products with
+    weights then take bfloat16 factors (docs/speed.md). Judges in PyTorch follow it: "highest" is full float32."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
     """"auto" takes Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
     frozen_dtype: Dtype = "float32"

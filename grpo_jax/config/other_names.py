@@ -9,7 +9,6 @@ from collections.abc import Sequence
 NOT_HERE = "not here: "
 _COMPILED = f"{NOT_HERE}the sampler is compiled with the policy and uses its weights where they lie"
 _TORCH = f"{NOT_HERE}JAX spreads weights, batch and sampler over policy.mesh (docs/scaling.md)"
-_ENTROPY = f"{NOT_HERE}algorithm.entropy_coef stays as it is given"
 _ALWAYS = f"{NOT_HERE}it is always so"
 _NEVER = f"{NOT_HERE}nothing of that kind is needed or done"
 
@@ -75,7 +74,9 @@ GRPO_CONFIG = {
     "sync_ref_model, ref_model_sync_steps": "algorithm.update_ref_every; 0 for never",
     "top_entropy_quantile": "algorithm.entropy_share",
     "entropy_coef": "algorithm.entropy_coef",
-    "use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, entropy_target": _ENTROPY,
+    "use_adaptive_entropy, entropy_target": "algorithm.entropy_target; a number adapts algorithm.entropy_coef to it",
+    "entropy_coef_delta": "algorithm.entropy_coef_delta",
+    "entropy_coef_min, entropy_coef_max": f"{NOT_HERE}an adapting algorithm.entropy_coef stays within 0 and 1",
     "max_tool_calling_iterations": "sampling.turns; how often the policy writes (docs/turns.md)",
     "vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max, "
     "vllm_importance_sampling_cap": "algorithm.importance_cap; of a token's weight between sampler and update",

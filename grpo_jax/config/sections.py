@@ -253,7 +253,12 @@ class AlgorithmSection(Section):
     kl_corrected: bool = False
     """Weigh the KL term by the policy ratio, which makes its gradient unbiased."""
     entropy_coef: Coefficient = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target the first one."""
+    entropy_target: NonNegative | None = None
+    """Mean entropy of a token, in nats, that entropy_coef keeps up: each update moves it up by entropy_coef_delta where
+    the entropy is at most this, else down, within 0 and 1; above it no bonus acts. null keeps entropy_coef."""
+    entropy_coef_delta: Positive = 0.005
+    """Step of an entropy_coef that adapts to entropy_target."""
     entropy_share: Annotated[Positive, Le(1)] = 1.0
     """Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all."""
     importance_cap: float | None = None

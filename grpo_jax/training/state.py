@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PPOSection
+from grpo_jax.core.losses import EntropyControl
 from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters beside them
@@ -35,6 +36,7 @@ class TrainState(NamedTuple):
             is the base without its adapters.
         skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite.
         rollout_weights: The policy that samples the next batch, where that is sampled ahead; or None.
+        entropy_control: The entropy coefficient, where it adapts; or None.
     """
 
     step: jax.Array
@@ -43,6 +45,7 @@ class TrainState(NamedTuple):
     reference: PyTree | None
     skipped: jax.Array
     rollout_weights: RolloutWeights | None = None
+    entropy_control: EntropyControl | None = None
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:

@@ -102,7 +102,7 @@ TRAINING_ARGUMENTS = {
     "warmup_ratio": "optimizer.warmup_steps; in updates",
     "weight_decay": "optimizer.weight_decay",
     "max_grad_norm": "optimizer.max_grad_norm",
-    "adam_beta1": "optimizer.beta1",
+    "adam_beta1": f"{NOT_HERE}it is 0.9",
     "adam_beta2": "optimizer.beta2; .99 unless said otherwise",
     "bf16": "policy.compute_dtype: bfloat16",
     "fp16": "policy.compute_dtype: bfloat16; it needs no scale of the loss",
@@ -228,8 +228,9 @@ def _each(names: str, successor: str) -> dict[str, str]:
 
 REMOVED: dict[str, str] = {
     **_each(
-        "algorithm.resample_rounds algorithm.whiten ppo.whiten ppo.value_rate ppo.kl_estimator evaluation.gallery "
-        "evaluation.episodes evaluation.solved task.held_out task.retrieval.temperature task.retrieval.attempts "
+        "algorithm.kl_estimator algorithm.resample_rounds algorithm.whiten optimizer.beta1 ppo.kl_estimator "
+        "ppo.value_clip ppo.value_rate ppo.whiten evaluation.gallery evaluation.episodes evaluation.solved "
+        "task.held_out task.retrieval.timeout task.retrieval.temperature task.retrieval.attempts "
         "task.dummy_length task.dummy_fickle task.dummy_noise task.dummy_seed judges.NAME.counting_threshold "
         "judges.NAME.position_threshold judges.NAME.most_objects judges.NAME.batch_attempts "
         "judges.NAME.pool.batch_attempts judges.NAME.max_restarts judges.NAME.pool.max_restarts",
@@ -298,6 +299,7 @@ REMOVED: dict[str, str] = {
     "task.prompts": "left: task.template makes the prompts",
     **_each("task.retrieval.dense task.retrieval.dense_weight", "left: one encoder ranks the catalogue"),
     "task.retrieval.ties": "left: ties count against the target",
+    "task.retrieval.service": "left: runs find a service by task.retrieval.address alone",
     **_each("task.retrieval.budget task.retrieval.window", "left: a call that fails three times ends the run"),
     # kinds and configs
     "task.kind.prompt_recreation": "left: use prompt_refinement",
@@ -324,11 +326,12 @@ REMOVED: dict[str, str] = {
     **_each("judges.NAME.in_flight judges.NAME.pool.in_flight", "left: an actor has one batch at a time"),
     # CartPole
     "rollout": "left: CartPole has algorithm.group_size; ppo plays 128 steps on each of 32 carts",
+    "training.max_hours": "is no setting of CartPole, which takes a minute",
     "network": "left: CartPole's networks have a tanh layer of 64",
     **_each(
         "algorithm.width algorithm.value_coef algorithm.minibatches algorithm.gae_lambda algorithm.clip_low "
-        "algorithm.clip_high algorithm.kl_coef algorithm.value_clip optimizer.schedule optimizer.beta1 "
-        "optimizer.beta2 optimizer.max_grad_norm",
+        "algorithm.clip_high algorithm.kl_coef algorithm.value_clip algorithm.entropy_coef optimizer.schedule "
+        "optimizer.beta2 optimizer.max_grad_norm training.keep_checkpoints",
         "is no setting of CartPole: a constant of its training.py",
     ),
 }

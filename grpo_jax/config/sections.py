@@ -247,9 +247,7 @@ class AlgorithmSection(Section):
     clip_high: Positive | None = None
     """Upper clip bound; null takes the preset's."""
     kl_coef: Coefficient = 0.0
-    """Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator of the loss."""
+    """Weight of the KL term (k3) of the loss against the reference; with 0 here (and in ppo) it never runs."""
     kl_corrected: bool = False
     """Weigh the KL term by the policy ratio, which makes its gradient unbiased."""
     entropy_coef: Coefficient = 0.0
@@ -315,8 +313,6 @@ class PPOSection(Section):
     """How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end."""
     value_coef: Coefficient = 0.5
     """Weight of the value loss."""
-    value_clip: Positive | None = 0.2
-    """How far a value may move from the old one before its gradient stops; null for never."""
     kl_coef: Coefficient = 0.0
     """Weight of the KL against the reference in each token's reward (estimator k1)."""
 
@@ -333,8 +329,6 @@ class OptimizerSection(Section):
     """Updates of linear warm-up."""
     weight_decay: Coefficient = 0.0
     """Decoupled weight decay of projections and adapters; norms, biases, embeddings and heads do not decay."""
-    beta1: Annotated[NonNegative, Lt(1)] = 0.9
-    """Decay of the first moment."""
     beta2: Annotated[NonNegative, Lt(1)] = 0.99
     """Decay of the second moment."""
     max_grad_norm: NonNegative = 1.0
@@ -458,12 +452,8 @@ class RetrievalSection(Section):
     """"local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started."""
     encoder: Annotated[str, MinLen(1)] = resume_mutable("tfidf")
     """"tfidf", or a folder or hub name of a sentence-transformers model."""
-    service: str = resume_mutable("retrieval")
-    """Name of the service (ray)."""
     address: str | None = resume_mutable(None)
     """HOST:PORT of the service's Ray cluster, as `serve` prints it (ray)."""
-    timeout: Positive = resume_mutable(120.0)
-    """Seconds one attempt of a call may take (ray)."""
     cache: str | None = resume_mutable(None)
     """Folder that keeps the catalogue's vectors between runs (local); null keeps none."""
     device: str = resume_mutable("cpu")

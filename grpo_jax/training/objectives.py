@@ -97,9 +97,7 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     if changed:
         options["surrogate"] = dataclasses.replace(surrogate, **changed)
     if section.kl_coef > 0:
-        options["kl"] = losses.KLPenalty(
-            section.kl_coef, estimator=section.kl_estimator, corrected=section.kl_corrected
-        )
+        options["kl"] = losses.KLPenalty(section.kl_coef, corrected=section.kl_corrected)
     options["entropy_coef"] = section.entropy_coef
     return options
 
@@ -144,7 +142,6 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PP
             batch.old_values,
             required("returns", batch.returns),
             batch.mask,
-            clip=ppo.value_clip,
             normaliser=normaliser,
         )
         return loss + ppo.value_coef * value, metrics

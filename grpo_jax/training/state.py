@@ -89,7 +89,7 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
     with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
     """
 
-    adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
+    adamw = optax.adamw(schedule, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
     if section.max_grad_norm == 0:
         return adamw
     return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)

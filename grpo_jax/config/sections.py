@@ -248,13 +248,17 @@ class AlgorithmSection(Section):
     clip_high: Positive | None = None
     """Upper clip bound; null for the preset's."""
     kl_coef: Coefficient = 0.0
-    """Weight of the loss's KL to the reference. With 0 here and in ppo the reference is never computed."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator of the loss."""
+    """Weight of the loss's KL (k3) to the reference. With 0 here and in ppo the reference is never computed."""
     kl_corrected: bool = False
     """Weight the KL term by the policy ratio, which makes its gradient unbiased."""
     entropy_coef: Coefficient = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target its initial value."""
+    entropy_target: NonNegative | None = None
+    """Target of the mean entropy per token, in nats. Each update raises entropy_coef by entropy_coef_delta if the
+    entropy is at most this, else lowers it, within 0 and 1; above the target no bonus acts. null for a constant
+    entropy_coef."""
+    entropy_coef_delta: Positive = 0.005
+    """Step of entropy_coef towards entropy_target."""
     entropy_share: Annotated[Positive, Le(1)] = 1.0
     """Share of the batch's tokens in the policy gradient, those with the highest entropy; 1 for all."""
     importance_cap: float | None = None
@@ -311,8 +315,6 @@ class PPOSection(Section):
     """GAE's lambda: 0 is the one-step advantage, 1 the full return."""
     value_coef: Coefficient = 0.5
     """Weight of the value loss."""
-    value_clip: Positive | None = 0.2
-    """Clip range of the value around the old value; null for no clipping."""
     kl_coef: Coefficient = 0.0
     """Weight of the KL to the reference in each token's reward (estimator k1)."""
 
@@ -329,8 +331,6 @@ class OptimizerSection(Section):
     """Updates of linear warm-up."""
     weight_decay: Coefficient = 0.0
     """Decoupled weight decay of projections and adapters; not of norms, biases, embeddings and heads."""
-    beta1: Annotated[NonNegative, Lt(1)] = 0.9
-    """Decay of the first moment."""
     beta2: Annotated[NonNegative, Lt(1)] = 0.99
     """Decay of the second moment."""
     max_grad_norm: NonNegative = 1.0
@@ -454,12 +454,8 @@ class RetrievalSection(Section):
     """"local" ranks in this process; "ray" calls a service started by `python -m bridges.retrieval serve`."""
     encoder: Annotated[str, MinLen(1)] = resume_mutable("tfidf")
     """"tfidf", or the folder or hub id of a sentence-transformers model."""
-    service: str = resume_mutable("retrieval")
-    """Name of the service (ray)."""
     address: str | None = resume_mutable(None)
     """HOST:PORT of the service's Ray cluster, printed by `serve` (ray)."""
-    timeout: Positive = resume_mutable(120.0)
-    """Time limit of one attempt of a call, in seconds (ray)."""
     cache: str | None = resume_mutable(None)
     """Folder to cache the catalogue's vectors between runs (local); null for none."""
     device: str = resume_mutable("cpu")

@@ -275,7 +275,7 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
 
 
 def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[object]]]:
-    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None where a row lacks one."""
+    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None if a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}

@@ -53,7 +53,7 @@ _COMPARED = 256
 class Encoded(NamedTuple):
     """Prompts as token ids, on the host: i32 [P, L], left-padded, and their mask bool [P, L].
 
-    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None where the data set has none.
+    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None if the data set has none.
     """
 
     tokens: np.ndarray
@@ -240,7 +240,7 @@ class ParsedCompletion(NamedTuple):
 
     Attributes:
         text: The completion, as the task reads it.
-        valid: Whether the policy wrote it; false where another text stands in.
+        valid: Whether the policy wrote it; false if another text stands in.
     """
 
     text: str
@@ -288,7 +288,7 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
 def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
     """Return the tree of a task's texts, of which a completion is one; None for any text.
 
-    Of texts with the same tokens the first counts. UserError where a text is longer than sampling.max_new_tokens, or
+    Of texts with the same tokens the first counts. UserError if a text is longer than sampling.max_new_tokens, or
     has no token of its own.
     """
     if texts is None:

@@ -218,7 +218,7 @@ class Toolbox:
 
     Attributes:
         schemas: What the chat template offers.
-        make: Makes the object of an episode, whose methods are tools too; None where all are functions.
+        make: Makes the object of an episode, whose methods are tools too; None if all are functions.
         made: The name of that object's class.
         judges: Whether that object has a reward.
     """
@@ -277,7 +277,7 @@ class Toolbox:
             among[name] = called
 
     async def call(self, text: str, environment: object = None) -> Observation | None:
-        """Call what a text calls, with the object of its episode; None where it calls nothing."""
+        """Call what a text calls, with the object of its episode; None if it calls nothing."""
         results = [await self._result(call, environment) for call in calls_in(text)]
         return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
 
@@ -411,7 +411,7 @@ class ToolEpisodes:
         return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | begun)
 
     def row(self, number: int) -> dict[str, object]:
-        """Return a row whose prompt is what an object says at the beginning; UserError where it fails."""
+        """Return a row whose prompt is what an object says at the beginning; UserError if it fails."""
         prompt = self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
         return {"prompt": prompt, "environment": self.name, _ID: number}
 

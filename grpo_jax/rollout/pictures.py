@@ -273,7 +273,7 @@ def thumbnail(source: Source, size: int) -> np.ndarray:
 
 
 def pictures_column(pictures: Sequence[Sequence[Source]]) -> dict[str, pyarrow.Array]:
-    """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} where there are none.
+    """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} if there are none.
 
     As in Hugging Face's data sets, {bytes, path}: a file by its path, any other picture as a small PNG.
     """

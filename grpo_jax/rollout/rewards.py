@@ -92,7 +92,7 @@ def collect_rewards(
             always passes.
 
     Returns:
-        f32[P, G, N]; NaN where a reward is missing.
+        f32[P, G, N]; NaN if a reward is missing.
     """
     count = len(completions)
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
@@ -156,8 +156,8 @@ def make_score(
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
-    Where a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
-    and prompts and completions as chat messages. Where the policy writes once, "place_in_group" counts a group's
+    If a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
+    and prompts and completions as chat messages. If the policy writes once, "place_in_group" counts a group's
     completions from 0, so that a reward sees where a group begins.
 
     Args:

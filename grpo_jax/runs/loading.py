@@ -331,7 +331,7 @@ def make_rollout_fns(
 
 
 def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> EnvSettings | None:
-    """Make the environment's side of an episode's turns; None where the policy writes once."""
+    """Make the environment's side of an episode's turns; None if the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None

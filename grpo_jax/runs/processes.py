@@ -1,6 +1,6 @@
 """Processes of a run: what they find compiled, and how several of them join, compare themselves and end together.
 
-Where one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
+If one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
 one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
@@ -210,7 +210,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
 
     JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
     folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
-    what lies there is run. Return the folder; None where nothing was changed.
+    what lies there is run. Return the folder; None if nothing was changed.
     """
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if folder or {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():

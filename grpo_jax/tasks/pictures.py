@@ -136,7 +136,7 @@ def questions(
     scorer: Answerer,
     **columns: object,
 ) -> list[float | None]:
-    """Mean P("Yes") of the row's own questions about the picture, in [0, 1]; None where a row has none.
+    """Mean P("Yes") of the row's own questions about the picture, in [0, 1]; None if a row has none.
 
     It needs a judge that answers (`questions@vqa`); any other is a UserError.
     """
@@ -158,7 +158,7 @@ def geneval(
     scorer: Scorer,
     **columns: Any,
 ) -> list[float | None]:
-    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None where a row asks nothing.
+    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None if a row asks nothing.
 
     `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
     """
@@ -177,7 +177,7 @@ def pixel_accuracy(
 ) -> np.ndarray:
     """What a checker reads from the pixels without a network, in [0, 1]: the share of the requested attributes.
 
-    Of several objects 1 where all is as requested, and else 0.
+    Of several objects 1 if all is as requested, and else 0.
     """
     world = "scenes" if requested and "objects" in requested[0] else "world"
     checker = own_package("bridges", f"miniature.{world}").pixel_accuracy
@@ -301,8 +301,8 @@ def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyTyp
 class RenderedImages(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
-    `images` is None where drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
-    from the same noise, repeated for each completion, is None where no reward asks for them.
+    `images` is None if drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
+    from the same noise, repeated for each completion, is None if no reward asks for them.
     """
 
     images: Tensor | None

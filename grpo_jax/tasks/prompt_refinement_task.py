@@ -84,7 +84,7 @@ def make_step(instruction: str, shown: Shown) -> Env:
 
 
 def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """Return for each row the picture of the next other prompt, cyclically; None where there is none."""
+    """Return for each row the picture of the next other prompt, cyclically; None if there is none."""
     following = []
     for index, row in enumerate(rows):
         after = (other % len(rows) for other in range(index + 1, index + len(rows)))

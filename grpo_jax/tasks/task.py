@@ -81,7 +81,7 @@ class TurnEnvironment(NamedTuple):
     """The environment that answers the policy between its turns (sampling.turns).
 
     Attributes:
-        step: (rows, episodes) → an `Observation` of each, a text, or None where the episode is done; None
+        step: (rows, episodes) → an `Observation` of each, a text, or None if the episode is done; None
             for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether observations hold pictures that no prompt has: the policy then needs its vision tower.
@@ -95,7 +95,7 @@ class TurnEnvironment(NamedTuple):
 
 
 def decode_picture(value: object) -> object:
-    """Return the picture of a PNG in base64; anything but text as it is. ValueError where it is none."""
+    """Return the picture of a PNG in base64; anything but text as it is. ValueError if it is none."""
     if not isinstance(value, str):
         return value
     from PIL import Image
@@ -178,7 +178,7 @@ class ShownTurn(NamedTuple):
     Attributes:
         scores: Rewards and watched measures by name, NaN where missing.
         image: The picture drawn of it, uint8 [H, W, 3], or None.
-        observation: The environment's text; None where the episode ended.
+        observation: The environment's text; None if the episode ended.
         pictures: The observation's, uint8 [H, W, 3].
     """
 
@@ -267,9 +267,9 @@ class TaskData:
     Attributes:
         prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
         rewards: The task's own.
-        source: Where the prompts are from, in a word; "" for the name in data.prompts.
+        source: Origin of the prompts, in a word; "" for the name in data.prompts.
         render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`,
-            iteration, evaluation) → pictures; None where nothing is drawn.
+            iteration, evaluation) → pictures; None if nothing is drawn.
         environment: Observations between two turns.
         report: Results beside the rewards.
         pairs: () → (prompt, text) pairs that SFT teaches, the prompt a text or, with pictures, one of the

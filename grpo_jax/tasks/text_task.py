@@ -23,7 +23,7 @@ class Text(Task):
 
     environment: str = ""
     """What answers the policy between its turns (sampling.turns), package.module:function or file.py:function:
-    step(rows, episodes) → an observation for each, its text alone, or None where it is done. Tools that data.tools
+    step(rows, episodes) → an observation for each, its text alone, or None if it is done. Tools that data.tools
     names answer by themselves."""
     pictures: bool = False
     """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""

@@ -224,7 +224,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """Return title or id → the first item of that name; a UserError where there is none.
+    """Return title or id → the first item of that name; a UserError if there is none.
 
     Case, marks and forms of characters (NFKC) of titles do not matter.
     """

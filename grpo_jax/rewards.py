@@ -117,7 +117,7 @@ def exact_match(
 
     Args:
         answer: Of each: a text, a number, or a list of those that are right.
-        pattern: Pattern of the answer in a completion, the first group of the last match, such as "<answer>(.*?)</answer>".
+        pattern: Finds the answer in a completion: first group of the last match, as in "<answer>(.*?)</answer>".
             Empty: all of the completion.
         ignore_case: Whether Yes is yes.
 

@@ -321,7 +321,7 @@ def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
 def make_decode(
     tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], ParsedCompletion]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
-    """Return decode(token ids, user's prompt) → (as written, what is judged of it), without special tokens.
+    """Return decode(token ids, user's prompt) → (raw completion, parsed completion), without special tokens.
 
     In the form "append" a completion goes on with its prompt.
     """
@@ -344,7 +344,7 @@ def make_decode(
 def completion_statistics(
     prompts: Sequence[str], texts: Sequence[Sequence[str]], valid: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
-    """Measure the texts `[P][G]` of one batch, beside what they score: a watch on reward hacking.
+    """Measure the texts `[P][G]` of one batch, to detect reward hacking.
 
     Returns:
         "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier

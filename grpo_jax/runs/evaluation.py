@@ -85,7 +85,7 @@ def asked_to_watch(ctx: RunContext) -> list[str]:
 
 
 def watched_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
-    """Return what was asked to be watched, of each prompt by name; rounded for checkpoints."""
+    """Return the eval_rewards of each prompt by name, rounded for checkpoints."""
     values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(ctx.fns.eval_reward_names, values.tolist(), strict=True))
     return {name: columns[name] for name in asked_to_watch(ctx)}
@@ -203,7 +203,7 @@ def measures_by_column(ctx: RunContext, rows: Sequence[Row], evaluation: Evaluat
 
 
 def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
-    """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
+    """Mean of each reward as judged, of each watched measure, and of the training objective: `TOTAL`.
 
     The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
     mean to take a missing value's place); NaN if an objective is missing in all rows.

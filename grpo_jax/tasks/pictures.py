@@ -1,4 +1,4 @@
-"""Tasks whose texts are drawn: rewards of pictures and texts, judges, prompts, and what is shown of a run.
+"""Tasks with rendered texts: rewards of pictures and texts, judges, prompts, and the report's pictures.
 
 Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures)
 and ``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the
@@ -80,7 +80,7 @@ def alignment_gain(
 class Faithfulness:
     """Hinge on the rewrite's likeness to the prompt: min(0, cos(rewrite, prompt) - margin).
 
-    Above `margin`, in [-1, 1], all rewrites are equally faithful, so copying the prompt is not what it teaches.
+    Above `margin`, in [-1, 1], all rewrites are equally faithful, so it does not teach to copy the prompt.
     """
 
     margin: float = 0.8
@@ -158,7 +158,7 @@ def geneval(
     scorer: Scorer,
     **columns: Any,
 ) -> list[float | None]:
-    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None if a row asks nothing.
+    """Score of a picture by GenEval's rules, for its row's `include`, `exclude` and `tag`; None without them.
 
     `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
     """
@@ -175,7 +175,7 @@ def pixel_accuracy(
     requested: list[Mapping[str, Any]],
     **columns: object,
 ) -> np.ndarray:
-    """What a checker reads from the pixels without a network, in [0, 1]: the share of the requested attributes.
+    """Share of the requested attributes that a checker finds in the pixels, without a network, in [0, 1].
 
     Of several objects 1 if all is as requested, and else 0.
     """

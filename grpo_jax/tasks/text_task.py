@@ -1,4 +1,4 @@
-"""The task of anyone's own rewards: what the policy writes is judged as it is."""
+"""The task for your own prompts and rewards; completions are judged as they are."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Text(Task):
         return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
 
     def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
-        """Load the prompts, each with what an object of its own says at the beginning, or ask that for prompts."""
+        """Load the prompts, each with its object's first text, or take the prompts from the objects."""
         given, source = setup.prompts, ""
         if given is None and setup.config.data.prompts:
             given = prompts_of(setup.config.data)

@@ -165,7 +165,7 @@ class Recommended(NamedTuple):
 Recommender = Callable[..., list[Recommended]]
 """recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
-"""Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
+"""Rows whose longest prompt sets the width of all → prompt → the policy's greedy completion."""
 BestItems = Callable[[Row, int], list[tuple[int, float]]]
 """A row and how many → the best rows of the catalogue and their scores."""
 

@@ -317,6 +317,7 @@ REMOVED: dict[str, str] = {
         "left: the pipeline's own, set in its folder's scheduler_config.json",
     ),
     "judges.NAME.preprocessing": "left: pictures are resized by the model's own library",
+    "judges.NAME.quality_head": "left: use a judge of kind examples/judges/aesthetic.py:Aesthetic",
     "judges.NAME.lora_scale": "left: LoRA weights are added as they are",
     **{
         f"judges.NAME.{name}": f"left: use judges.NAME.pool.{name}"

@@ -198,9 +198,9 @@ REWARDS = {
 
 
 def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
-    """Return the sections, quality counted only where alignment is reached unless the config says otherwise.
+    """Return the sections, with quality conditioned on alignment unless the config says otherwise.
 
-    That is where the picture fits the prompt at least as well as the unchanged prompt's (gain ≥ 0). For `alignment`
+    The picture must fit the prompt at least as well as the unchanged prompt's picture (gain ≥ 0). For `alignment`
     alone no threshold suits every scorer: CLIP ViT-B/32 gives a fitting picture about 0.3 and a wrong one below 0.2,
     hence 0.25. Quality without either is a UserError.
     """
@@ -212,8 +212,8 @@ def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
         if section.condition_on is None and section.name == "quality":
             if condition is None:
                 raise UserError(
-                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
-                    "alignment_gain among the rewards, or say condition_on: none"
+                    "rewards.quality: a pretty picture of something else would earn it; add the reward alignment or "
+                    "alignment_gain, or set condition_on: none"
                 )
             section = section.replace(condition_on=condition, threshold=thresholds[condition])
         resolved.append(section)
@@ -224,9 +224,8 @@ class PictureTask(Task):
     """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     invalid: Invalid = "worst"
-    """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
-    the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
-    ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
+    """Rewards of an invalid answer (empty, a refusal, endless thinking): "worst", the lowest of its group's valid
+    answers, for each reward; "missing", none; "prompt", those of the user's prompt, rendered in its place."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},

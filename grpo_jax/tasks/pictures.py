@@ -190,9 +190,8 @@ class PictureTask(Task):
     """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     invalid: Invalid = "worst"
-    """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
-    the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
-    ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
+    """Rewards of an invalid answer (empty, a refusal, endless thinking): "worst", the lowest of its group's valid
+    answers, for each reward; "missing", none; "prompt", those of the user's prompt, rendered in its place."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},

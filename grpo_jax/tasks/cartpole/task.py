@@ -1,4 +1,4 @@
-"""CartPole: keep a pole upright, entirely in JAX; where a mistake in an algorithm shows within seconds.
+"""CartPole: keep a pole upright, entirely in JAX. A mistake in an algorithm shows within seconds.
 
 A run has sections of its own: `python -m grpo_jax.train --task cartpole --help all` prints them.
 """
@@ -19,16 +19,16 @@ class CartPoleAlgorithm(Section):
     """Advantages and loss."""
 
     name: Literal["grpo", "gdpo", "ppo"] = "grpo"
-    """"grpo" normalises the returns of the summed objectives in their group, "gdpo" those of each objective; "ppo" has
-    a value network instead, and plays on 32 carts side by side."""
+    """"grpo" normalises the returns of the summed rewards in their group, "gdpo" those of each reward; "ppo" has a
+    value network and plays on 32 carts in parallel."""
     objectives: list[Literal["upright", "centred"]] = ["upright"]
     """Rewards of a step: "upright" (1 for each step) and "centred" (near the middle)."""
     weights: list[float] = []
-    """Weight of each objective; empty for ones."""
+    """Weight of each reward; empty for ones."""
     condition: Count = 0
     """Count "centred" only in episodes that stay upright for at least this many steps; 0 for always."""
     group_size: Annotated[Length, Ge(2)] = 16
-    """Episodes from the start of one iteration (G), up to 500 steps each; with ppo unused."""
+    """Episodes per group (G), up to 500 steps each; unused with ppo."""
     gamma: Share = 0.994
     """Discount γ of the returns."""
     epochs: PositiveCount = 10
@@ -51,12 +51,12 @@ class CartPoleOptimizer(Section):
 
 
 class CartPoleTraining(Section):
-    """The loop."""
+    """The training loop."""
 
     iterations: PositiveCount = resume_mutable(100)
     """Iterations in all."""
     save_every: Count = resume_mutable(0)
-    """Iterations between checkpoints, of which the last two stay; 0 for the end only."""
+    """Iterations between checkpoints, of which the last two are kept; 0 for a checkpoint at the end only."""
     keep_checkpoints: ClassVar[int] = 2
     max_hours: ClassVar[float] = 0.0
 
@@ -65,16 +65,16 @@ class CartPoleEvaluation(Section):
     """Measurement on 100 fresh starts with the likelier action."""
 
     every: PositiveCount = 10
-    """Iterations between measurements, which are also the compiled block between two looks from outside."""
+    """Iterations between measurements; as many are compiled into one block."""
 
 
 class CartPoleConfig(BaseConfig):
-    """A CartPole run of grpo_jax, entirely in JAX."""
+    """Seeds, folder and other settings of the whole run."""
 
     seed: Count = 0
-    """Seed of everything random; seeds seed, seed + 1, … are trained."""
+    """First seed; seed, seed + 1, … are trained."""
     num_seeds: Annotated[int, Ge(1), Le(WIDTH)] = 1
-    """How many seeds are trained side by side."""
+    """Number of seeds, trained in parallel."""
     algorithm: CartPoleAlgorithm = Field(default_factory=CartPoleAlgorithm)
     optimizer: CartPoleOptimizer = Field(default_factory=CartPoleOptimizer)
     training: CartPoleTraining = Field(default_factory=CartPoleTraining)

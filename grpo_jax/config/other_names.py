@@ -25,11 +25,11 @@ TRAINER = {
     "quantization_config": "policy.quantised; int8 or int4, with LoRA",
     "peft_config": "policy.lora",
     "tools": "data.tools; functions by import path, with sampling.turns (docs/turns.md)",
-    "rollout_func": f"{NOT_HERE}the sampler is the policy's own; what answers it is task.environment (docs/turns.md)",
+    "rollout_func": f"{NOT_HERE}the sampler is the policy's own; task.environment answers it (docs/turns.md)",
     "environment_factory": "data.tools; the class as it is, by import path, with sampling.turns (docs/turns.md)",
     "log_extra": f"{NOT_HERE}a reward adds numbers by log_metric (docs/rewards.md), and no columns to completions/",
 }
-"""Arguments of `GRPOTrainer`, and what it gives to rewards that has no counterpart."""
+"""Arguments of `GRPOTrainer`, and its arguments of rewards without a counterpart here."""
 
 GRPO_CONFIG = {
     "learning_rate": "optimizer.learning_rate; 1e-6 too, or 1e-4 with LoRA, unless said otherwise",
@@ -88,7 +88,7 @@ TRAINING_ARGUMENTS = {
     "output_dir, run_name, logging_dir": "run_dir; the folder's name is the run's",
     "per_device_train_batch_size": "training.prompts_per_batch; in prompts, over all devices",
     "gradient_accumulation_steps": "training.grad_accumulation_steps; the gradient is the whole batch's",
-    "auto_find_batch_size": "training.grad_accumulation_steps; --plan says what fits",
+    "auto_find_batch_size": "training.grad_accumulation_steps; --plan shows the memory",
     "logging_steps, logging_strategy, logging_first_step, eval_on_start, dataloader_drop_last, torch_compile, "
     "torch_compile_backend, torch_compile_mode, use_liger_kernel, liger_kernel_config": _ALWAYS,
     "torch_empty_cache_steps, neftune_noise_alpha, label_smoothing_factor, ignore_data_skip, train_sampling_strategy, "
@@ -183,7 +183,7 @@ METRICS = {
     "kl_penalty": "kl; its weight is algorithm.kl_coef",
     "total_loss": "loss",
 }
-"""What older scripts log, and the name in metrics.jsonl here."""
+"""Metrics of older scripts, and their names in metrics.jsonl here."""
 
 
 TRL = {
@@ -242,7 +242,7 @@ REMOVED: dict[str, str] = {
     "training.accumulation": "is training.grad_accumulation_steps",
     "training.early_stopping_metric": "is evaluation.best_by, for the best checkpoint too",
     "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
-    "training.memory_budget_gib": "left: --plan says what an update takes; set training.grad_accumulation_steps",
+    "training.memory_budget_gib": "left: --plan shows an update's memory; set training.grad_accumulation_steps",
     "algorithm.dead_groups": "is algorithm.zero_variance_groups",
     "algorithm.turn_discount": "is algorithm.turn_gamma",
     "algorithm.discount": "is algorithm.gamma",
@@ -285,7 +285,7 @@ REMOVED: dict[str, str] = {
     "task.semantic_ids": "left: task.writes title or item",
     "task.item_start": "left: items' own words begin as the vectors of their titles",
     "task.training_targets": "left: every position of a history is trained",
-    **_each("task.pairs task.pair_characters", "left: what SFT teaches follows from task.writes"),
+    **_each("task.pairs task.pair_characters", "left: SFT's pairs follow from task.writes"),
     "task.exclude_history": "left: rankings leave the history out",
     "task.decay": "left: the decayed baselines take 0.7",
     **_each(

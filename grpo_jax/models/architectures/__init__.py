@@ -1,4 +1,4 @@
-"""The model architectures, one table: Hugging Face's model_type → what the decoder and its folders know of it.
+"""The model architectures, one table: Hugging Face's model_type → its `Architecture`.
 
 A new architecture is a file that ends in its `Architecture`, and its row here.
 """

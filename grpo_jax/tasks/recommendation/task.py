@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from grpo_jax.config.fields import (
-    Count,
-    Length,
-    NonNegative,
-    PositiveCount,
-    Section,
-    Share,
-    require,
-)
+from grpo_jax.config.fields import Count, Length, NonNegative, PositiveCount, Section, Share, require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS, FUSED, PLACES, RANK

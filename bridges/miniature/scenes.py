@@ -90,7 +90,7 @@ def read(image: np.ndarray) -> list[Found]:
 
 
 def shows(found: Sequence[Found], requested: Mapping[str, Any]) -> bool:
-    """Whether what was found is what was requested: these objects, no others, in their places."""
+    """Whether the found objects are the requested ones, no others, in their places."""
     wanted, place = requested["objects"], requested["place"]
     if len(found) != len(wanted):
         return False

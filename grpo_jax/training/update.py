@@ -18,10 +18,11 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
 from grpo_jax.core.trie import Trie
+from grpo_jax.models.jitted import Jitted, placed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
 from grpo_jax.models.variables import PyTree, Variables
-from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
+from grpo_jax.training.batch import Batch, micro_batches, minibatch_shapes, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
     ForwardPass,
@@ -86,7 +87,7 @@ def make_train_step(
         report = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
         return _where_finite(finite, after, moving), report
 
-    compiled = jax.jit(compute, donate_argnums=0)
+    compiled = Jitted(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # What no update changes stays outside what is donated: it may be shared, and is never copied.
@@ -128,7 +129,7 @@ def make_forward_step(
         parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, grad_accumulation_steps))
         return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
-    compiled = jax.jit(step)
+    compiled = Jitted(step)
     # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
@@ -160,7 +161,7 @@ def make_token_weights(
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
         return weights, mean, clipped
 
-    return jax.jit(weigh)
+    return Jitted(weigh)
 
 
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
@@ -240,9 +241,10 @@ def make_update(
     max_new_tokens: int,
     ppo: PPOSection = PPOSection(),
     **distribution: Any,
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]:
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
+    Of a state's shapes, without a key, it only compiles.
     `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
     "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, "measured"
     (`make_preparation`), and "advantages" [P, G] or [P, G, T].
@@ -251,8 +253,10 @@ def make_update(
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare = make_preparation(forward, algorithm, ppo, training)
 
-    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, key: jax.Array | None) -> tuple[TrainState, Metrics]:
         batch, measured = prepare(state, batch)
+        if key is None:
+            return step(state, minibatch_shapes(batch, training.minibatches))
         reports = []
         for epoch in range(training.inner_epochs):
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
@@ -280,7 +284,7 @@ class Learner:
     policy: Policy
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
-    update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
+    update: Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]
 
     @property
     def updates_per_iteration(self) -> int:
@@ -292,8 +296,17 @@ class Learner:
 
         Where they are not the reference, `variables` can be read until the first update only.
         """
+        state = commit_to_device(shard(self._fresh(variables), self.policy.mesh))
+        return state._replace(rollout_weights=rollout_copy(state)) if self.config.training.async_level else state
+
+    def shapes(self, variables: Variables) -> TrainState:
+        """Return the shapes of the initial state on one device, without the weights that sample ahead."""
+        place = jax.tree.leaves(variables)[0].sharding
+        return jax.tree.map(lambda leaf: placed(leaf, place), jax.eval_shape(self._fresh, variables))
+
+    def _fresh(self, variables: Variables) -> TrainState:
         config, every = self.config, self.config.algorithm.update_ref_every
-        state = init_state(
+        return init_state(
             variables,
             self.optimizer,
             keep_reference=needs_reference(config.algorithm, config.ppo),
@@ -302,8 +315,6 @@ class Learner:
             base_reference=config.policy.lora.path is None and config.sft.steps == 0 and every == 0,
             take_over=True,
         )
-        state = commit_to_device(shard(state, self.policy.mesh))
-        return state._replace(rollout_weights=rollout_copy(state)) if config.training.async_level else state
 
     def learning_rate(self, state: TrainState) -> float:
         """Return that of the next update, by the updates that were made: a skipped one is not counted."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs import trainer
+from grpo_jax.runs import loading, trainer
 from grpo_jax.sampling import samplers
 
 MADE: dict[Hashable, object] = {}
@@ -55,6 +55,7 @@ def sharing(make):
 
 def share(patch) -> None:
     """Let runs in this process share what they compile."""
-    patch.setattr(trainer, "make_learner", sharing(trainer.make_learner))
+    patch.setattr(loading, "make_learner", sharing(loading.make_learner))
+    patch.setattr(trainer, "compile_ahead", lambda ctx: None)  # with longest completions, of which few runs have one
     for name in ("make_sampler", "make_episode_sampler", "make_ranker"):
         patch.setattr(samplers, name, sharing(getattr(samplers, name)))

@@ -26,15 +26,21 @@ class Jitted:
 
     def __call__(self, *arguments: PyTree) -> Any:
         """Call it, or compile it for shapes."""
+        return self.ready(*arguments)(*arguments)
+
+    def ready(self, *arguments: PyTree) -> Callable[..., Any]:
+        """Return what to call with such arguments: jit's function, or one that compiles it."""
         leaves = jax.tree.leaves(arguments)
-        shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-        if shapes:
-            return self._compile(arguments, _key(leaves), shapes[0].sharding)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            return self._compile
         if self._compiling and (compiling := self._compiling.pop(_key(leaves), None)):
             compiling.result()
-        return self._function(*arguments)
+        return self._function
 
-    def _compile(self, arguments: PyTree, key: Hashable, place: jax.sharding.Sharding | None) -> PyTree:
+    def _compile(self, *arguments: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(arguments)
+        key = _key(leaves)
+        place = next(leaf.sharding for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
         done: Future[None] = Future()
         self._compiling[key] = done
         try:

@@ -94,7 +94,7 @@ def make_train_step(
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
         before = state._replace(variables=trained, reference=None, rollout_weights=None)
-        after, report = compiled(before, frozen, batch)
+        after, report = compiled.ready(before, frozen, batch)(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
         free_buffers(before)
         unchanged = {"reference": state.reference, "rollout_weights": state.rollout_weights}

@@ -60,7 +60,7 @@ def load_given(
     leaving: ExitStack,
     ahead: Callable[[RunContext], None],
 ) -> RunContext:
-    """Load a run that trains; name what was given in Python in its config, and keep prompts beside it."""
+    """Load a run that trains; name objects given in Python in its config, and keep prompts beside it."""
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         write_atomically(output.directory.config, to_yaml(given.config))

@@ -36,7 +36,7 @@ TABLE = f"""
 --policy.mesh.tensor=0 | policy.mesh.tensor: expected a number >= 1, got '0'
 # fields that are not there: the nearest, another library's, one that left
 --training.max_step=3 | training.max_step: no such field; did you mean training.max_steps?
---optimiser.beta1=.5 | optimiser: no such field; did you mean optimizer?
+--optimiser.beta2=.5 | optimiser: no such field; did you mean optimizer?
 --lora.rank=8 | lora: no such field; did you mean policy.lora?
 --rewards='[{{name: m:f, wieght: 1}}]' | rewards[0].wieght: no such field; did you mean rewards[0].weight?
 --devices.polcy=cpu | devices: expected names of policy, got ['polcy']
@@ -111,7 +111,7 @@ train | train: expected an option, such as --config FILE
 --task=environment --task.environment=[a.py:A] --data.validation=a.jsonl | data.validation: expected nothing
 --task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
 --task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
---task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 finite numbers
+--task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 numbers
 --task=cartpole --algorithm.objectives=[upright,upright] | algorithm.objectives: expected one or more, each once
 --task=cartpole --algorithm.condition=5 | algorithm.condition: expected 0 without both objectives
 --task=cartpole --training.iterations=15 | training.iterations: expected a multiple of evaluation.every = 10, got 15

@@ -47,7 +47,7 @@ def our_command(case: str, root: Path) -> list[str]:
     shape = work.CASES[case]
     (root / "reward.py").write_text(REWARD)
     size = NewPolicySection(width=shape.hidden, layers=shape.layers, heads=shape.heads, mlp=shape.mlp)
-    texts = work.prompt_texts(shape, 0)
+    texts = [text.rpartition(" ")[0] for text in work.prompt_texts(shape, 0)]  # a mark stands behind each
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     fields = {
         "policy.path": write_policy(root / case, (f"t{i}" for i in range(shape.vocabulary)), size),

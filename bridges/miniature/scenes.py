@@ -103,7 +103,7 @@ def read(image: np.ndarray) -> list[Found]:
 
 
 def shows(found: Sequence[Found], requested: Mapping[str, Any]) -> bool:
-    """Whether what was found is what was requested: these objects, no others, in their places."""
+    """Whether the found objects are the requested ones, no others, in their places."""
     wanted, place = requested["objects"], requested["place"]
     if len(found) != len(wanted):
         return False
@@ -129,7 +129,7 @@ def pixel_accuracy(images: np.ndarray, requested: Sequence[Mapping[str, Any]]) -
 
 
 def canonical_caption(requested: Mapping[str, Any]) -> str:
-    """The one complete caption of a request, in the renderer's language; what was left unsaid is filled in."""
+    """The one complete caption of a request, in the renderer's language, with unsaid parts filled in."""
     objects, place = requested["objects"], requested["place"]
     (shape, colour), (other, its_colour) = objects[0], objects[-1]
     colour = colour or "red"
@@ -144,7 +144,7 @@ def plural(noun: str) -> str:
 
 
 def casual_prompt(rng: np.random.Generator, kind: str) -> tuple[str, dict[str, Any], str | None]:
-    """Return a casual prompt of a kind, what it requests, and its split.
+    """Return a casual prompt of a kind, its request, and its split.
 
     Combinations are held out: a way of asking for an object, a number or a colour of a shape, a pair of shapes. A
     request with one of them belongs to its split alone, and with such of two splits to none.

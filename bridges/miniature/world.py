@@ -330,7 +330,7 @@ def lens_of(seed: int) -> Lens:
 
 
 def seen(words: str, lens: Lens) -> str:
-    """The words of what a lens shows of these words' picture."""
+    """The words for a lens's view of these words' picture."""
     return " ".join(_seen(word, lens) for word in words.split())
 
 

@@ -156,12 +156,15 @@ class Checkpoints:
 
         def read(path: Path) -> tuple[dict[str, PyTree], Meta]:
             with closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers()))) as reader:
+                saved = reader.metadata(path).item_metadata or {}
                 if template is None:
                     first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
                     placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)  # noqa: E731
-                    wanted = {EVALUATED: jax.tree.map(placed, reader.metadata(path).item_metadata[EVALUATED].tree)}
+                    wanted = {EVALUATED: jax.tree.map(placed, saved[EVALUATED].tree)}
                 else:
                     wanted = _items(template)
+                for item, tree in wanted.items():
+                    _require_fits(getattr(saved.get(item), "tree", None), tree, path)
                 args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
                 restored = reader.restore(path, args=ocp.args.Composite(**args))
             items = {item: jax.tree.map(_as_template, tree, restored[item]) for item, tree in wanted.items()}
@@ -358,6 +361,26 @@ def _as_template(leaf: PyTree, restored: PyTree) -> PyTree:
         return type(leaf)(np.asarray(restored).item())
     # an array that was free to follow others to their devices stays free
     return restored if _is_key(leaf) or getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
+
+
+def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
+    """Raise UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
+
+    def described(tree: PyTree) -> dict[str, str]:
+        named = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+            named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{leaf.dtype}{list(leaf.shape)}"
+        return named
+
+    stored, expected = described(saved), described(wanted)
+    for name in dict.fromkeys([*expected, *stored]):
+        if expected.get(name) != stored.get(name):
+            raise UserError(
+                f"{where} does not fit this configuration: {name} is {stored.get(name, 'absent')} in the checkpoint, "
+                f"{expected.get(name, 'absent')} is expected; use the config.yaml that lies beside it"
+            )
 
 
 @jax.jit

@@ -25,7 +25,7 @@ from grpo_jax.config.sections import NewPolicySection
 from grpo_jax.models.random_init import write_policy
 
 ROUNDS = 3
-REWARD = "def share(completions, **_):\n    return [text.count('1') / len(text) for text in completions]\n"
+REWARD = "def share(completions, **_):\n    return [text.count('1') / (1 + len(text)) for text in completions]\n"
 
 
 def measure(command: list[str], written: Path, env: dict[str, str]) -> dict[str, float]:

@@ -178,6 +178,7 @@ def distance(text):
     return abs(int(row) - int(goal_row)) + abs(int(column) - int(goal_column))
 
 
+@pytest.mark.wide  # tests/turns/test_stepped_environments.py has three kinds in a run
 def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch):
     """Two prompts in three are walks, paid for steps that lead nearer; what a guess earns follows from what was left.
 

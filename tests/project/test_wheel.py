@@ -11,8 +11,6 @@ import zipfile
 import pytest
 from support.text_task import ROOT
 
-pytestmark = pytest.mark.slow
-
 UNAVAILABLE = ("Could not find a version that satisfies", "NewConnectionError", "No module named build")
 
 
@@ -35,6 +33,7 @@ def wheel(archives):
     return path
 
 
+@pytest.mark.wide  # before a release (docs/releasing.md)
 def test_contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -49,6 +48,7 @@ def test_contents(wheel):
     assert tops == {"grpo_jax", "bridges"}
 
 
+@pytest.mark.wide  # before a release (docs/releasing.md)
 def test_the_source_archive_has_what_git_has(archives):
     """But for what is of the repository alone."""
     (path,) = archives.glob("grpo_jax-*.tar.gz")
@@ -83,6 +83,7 @@ print((miniature.path("policy") / "model.safetensors").stat().st_size if there e
 """
 
 
+@pytest.mark.wide  # before a release (docs/releasing.md)
 def test_version_configs_and_miniature_are_there_outside_the_checkout(wheel, tmp_path):
     """The version is from git, or what the archive was built as; never the text for who has installed nothing."""
     with zipfile.ZipFile(wheel) as archive:

@@ -42,25 +42,26 @@ except UserError as error:
     results.append(str(error))
 print(json.dumps(results))
 """
-TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
-SHORT = "--sampling.max_new_tokens=4"  # the miniature's policy has 128 positions
+TEXT = ["--task=text", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
 SMALL = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--sampling.group_size=2", "--data.held_out=0"]
+SMALL += ["--data.max_prompt_tokens=64", "--sampling.max_new_tokens=4", "--policy.remat=none", "--evaluation.samples=0"]
 
 
 @pytest.mark.slow
-def test_commands_and_python_name_the_extra_and_a_text_run_needs_none(tmp_path):
+def test_commands_and_python_name_the_extra_and_a_text_run_needs_none(place, tmp_path):
     (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     rows = [json.dumps({"prompt": f"a {letter}"}) for letter in "abcdefghijklmnopqrstuvwxyz"]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE.format(hidden=set(EXTRAS)))
+    text = [*TEXT, *SMALL, f"--policy.path={place.policy}"]
     refused = {
         ("grpo_jax.train",): ("torch", "diffusion"),
         ("grpo_jax.train", "--plan"): ("torch", "diffusion"),
         ("grpo_jax.train", "--config", "recommendation_quick"): ("sklearn", "recommendation"),
-        ("grpo_jax.train", *TEXT, SHORT, "--policy.lora.rank=2", "--policy.quantised=int8"): ("qwix", "quantised"),
+        ("grpo_jax.train", *text, "--policy.lora.rank=2", "--policy.quantised=int8"): ("qwix", "quantised"),
     }
-    trained = ["grpo_jax.train", *TEXT, SHORT, *SMALL, "--run_dir=text_run"]
+    trained = ["grpo_jax.train", *text, "--run_dir=text_run"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "hidden"), str(ROOT)])}
     arguments = [sys.executable, "-c", SCRIPT, json.dumps([[*refused], trained])]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)

@@ -47,7 +47,7 @@ SMALL = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--sampling
 SMALL += ["--data.max_prompt_tokens=64", "--sampling.max_new_tokens=4", "--policy.remat=none", "--evaluation.samples=0"]
 
 
-@pytest.mark.slow
+@pytest.mark.wide  # `make test-install` does the same; tests/project/test_house.py has what importing may load
 def test_commands_and_python_name_the_extra_and_a_text_run_needs_none(place, tmp_path):
     (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     rows = [json.dumps({"prompt": f"a {letter}"}) for letter in "abcdefghijklmnopqrstuvwxyz"]

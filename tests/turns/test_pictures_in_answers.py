@@ -99,6 +99,7 @@ def test_the_updates_logprobs_are_the_samplers(played):
     assert (moved * (mask & ~later)).max() == 0
 
 
+@pytest.mark.wide
 def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
     """A policy whose tower is not loaded, for no prompt has a picture, must not answer blindly."""
     seeing_folder(tmp_path / "policy", "qwen2_vl")

@@ -70,6 +70,7 @@ def bright(prompts, completions, *, images, **columns):
 """
 
 
+@pytest.mark.wide  # most of a minute
 def test_two_processes_end_with_summary_and_report(place, tmp_path):
     """The report draws the first test prompts, which are fewer than it has places for, in all processes."""
     run, file = tmp_path / "run", tmp_path / "painter.py"

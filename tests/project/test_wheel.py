@@ -8,9 +8,12 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 
 import pytest
 from support.text_task import ROOT
+
+from grpo_jax.errors import EXTRAS
 
 UNAVAILABLE = ("Could not find a version that satisfies", "NewConnectionError", "No module named build")
 
@@ -69,6 +72,18 @@ def test_every_extra_of_users_is_tried_by_itself():
     tried = runpy.run_path(str(ROOT / "scripts" / "test_install.py"))
     own = {"test", "oracles", "lint", "docs", "figures"}
     assert tried["CHECKS"].keys() == {tried["ALONE"], tried["SOURCE"], *extras} - own
+
+
+def test_extras_bring_what_they_are_named_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {
+        extra: {"".join(c if c.isalnum() else "-" for c in line.partition(">")[0]).lower() for line in lines}
+        for extra, lines in extras.items()
+    }
+    installed = packages_distributions()
+    for module, extra in EXTRAS.items():
+        if module in installed:
+            assert {name.lower().replace("_", "-") for name in installed[module]} & brought[extra], module
 
 
 OUTSIDE = """

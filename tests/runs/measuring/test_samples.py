@@ -56,7 +56,7 @@ def run(place, tmp_path_factory):
     values["sampling"] = {"group_size": 10, "max_new_tokens": 12, "stop": [*"0123456789", "aa", *"ABCDEFGH"]}
     values["data"] |= {"forbidden_tokens": ["b", *"cdefg", 40]}
     values["evaluation"] = {"every": 0, "samples": 6, "temperature": 0.7, "pass_threshold": 0.375}
-    train_values(values, folder / "run")
+    train_values(values, folder / "run", judge="work:0")
     return folder / "run"
 
 

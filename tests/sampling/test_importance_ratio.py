@@ -10,11 +10,11 @@ from support.encoded_prompts import left_padded
 from support.folders import load_folder
 
 from bridges import miniature
-from bridges.miniature import world
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
+from scripts.miniature import speech
 
 PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
 SETTINGS = {
@@ -42,7 +42,7 @@ def test_the_page_has_these_figures(setting):
         pad_id=loaded.pad_id,
         allowed_tokens=allowed,
     )
-    asked = [[{"role": "user", "content": row["oracle"]}] for row in world.prompts("test", 16)]
+    asked = [[{"role": "user", "content": row["oracle"]}] for row in speech.prompts("test", 16)]
     ids = [loaded.tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
     tokens, mask = left_padded(ids, loaded.pad_id)
     samples = jax.device_get(sample(variables, tokens, mask, jax.random.split(jax.random.key(0), len(tokens))))

@@ -25,8 +25,9 @@ def key_of(value) -> Hashable:
     if isinstance(value, Config):
         batches = ("inner_epochs", "minibatches", "grad_accumulation_steps", "async_level")
         training = tuple(getattr(value.training, name) for name in batches)
-        sections = value.algorithm, value.ppo, value.optimizer, value.sampling, value.policy
-        return key_of((training, value.sft.steps, value.learning_rate, *sections))
+        sections = value.algorithm, value.ppo, value.optimizer, value.policy.replace(path="")
+        written = value.sampling.temperature, value.sampling.written_tokens
+        return key_of((training, value.sft.steps == 0, value.learning_rate, *written, *sections))
     if isinstance(value, BaseModel):
         return value.model_dump_json()
     if isinstance(value, dict):

@@ -23,6 +23,7 @@ from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten,
 from grpo_jax.core.ppo import value_loss
 from grpo_jax.core.returns import gae_advantages, kl_penalised_rewards
 from grpo_jax.core.trie import Trie, walk
+from grpo_jax.models.jitted import Jitted
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, token_values
 from grpo_jax.models.vision.pictures import Pictures
@@ -199,7 +200,7 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         )
         return batch._replace(advantages=advantages, scores=None, old_values=values, returns=returns), estimates
 
-    return jax.jit(estimate)
+    return Jitted(estimate)
 
 
 def _explained_variance(error: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ GRPO_CONFIG = {
     "reward_weights": "rewards; each has a weight",
     "multi_objective_aggregation": "algorithm.advantage; grpo sums first, gdpo normalises first",
     "scale_rewards": "algorithm.scale; group, batch or none",
-    "loss_type": "algorithm.preset; all of them but luspo and vespo, and gspo besides",
+    "loss_type": "algorithm.preset; all of them but luspo and vespo, and gspo, dppo_tv and drpo besides",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "sync_ref_model, ref_model_sync_steps": "algorithm.update_ref_every; 0 for never",
     "top_entropy_quantile": "algorithm.entropy_share",
@@ -78,9 +78,9 @@ GRPO_CONFIG = {
     "entropy_coef_delta": "algorithm.entropy_coef_delta",
     "entropy_coef_min, entropy_coef_max": f"{NOT_HERE}an adapting algorithm.entropy_coef stays within 0 and 1",
     "max_tool_calling_iterations": "sampling.turns; how often the policy writes (docs/turns.md)",
-    "vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max, "
-    "vllm_importance_sampling_cap": "algorithm.importance_cap; of a token's weight between sampler and update",
-    "vllm_importance_sampling_clip_min": f"{NOT_HERE}weights have an upper bound alone, algorithm.importance_cap",
+    "vllm_importance_sampling_correction, vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min, "
+    "vllm_importance_sampling_cap": "algorithm.importance_cap; c of the weights, whose least is 1/c",
+    "vllm_importance_sampling_mode": "algorithm.importance_mode",
 }
 """Fields that TRL 1.16 declares in `GRPOConfig` itself."""
 
@@ -94,7 +94,8 @@ TRAINING_ARGUMENTS = {
     "torch_empty_cache_steps, neftune_noise_alpha, label_smoothing_factor, ignore_data_skip, train_sampling_strategy, "
     "length_column_name, dataloader_num_workers, dataloader_pin_memory, dataloader_persistent_workers, "
     "dataloader_prefetch_factor, disable_tqdm, per_device_eval_batch_size, greater_is_better": _NEVER,
-    "optim, optim_args, optim_target_modules, adam_epsilon, lr_scheduler_kwargs": f"{NOT_HERE}AdamW, set by optimizer",
+    "optim": "optimizer.name; adamw or muon",
+    "optim_args, optim_target_modules, adam_epsilon, lr_scheduler_kwargs": f"{NOT_HERE}the section optimizer has all",
     "num_train_epochs": "training.num_epochs",
     "max_steps": "training.max_steps; in batches sampled, 100 unless said otherwise, 0 for num_epochs",
     "lr_scheduler_type": "optimizer.schedule; constant unless said otherwise",

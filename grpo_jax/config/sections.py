@@ -231,12 +231,12 @@ class SamplingSection(Section):
 class AlgorithmSection(Section):
     """Advantages and loss."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
-    """Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo."""
-    advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
+    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "dppo_tv", "drpo"] = "grpo"
+    """Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo, sapo, dppo_tv or drpo (docs/algorithms.md)."""
+    advantage: Literal["gdpo", "grpo", "rloo", "raft", "maxrl", "batch", "gae"] = "gdpo"
     """"gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out; "raft" teaches each
-    group's best alone (rejection sampling); "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a
-    value head for the sum (ppo)."""
+    group's best alone (rejection sampling); "maxrl" divides by the group's mean, of a sum that is 0 or 1; "batch"
+    whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo)."""
     scale: Literal["group", "batch", "none"] | None = None
     """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
     advantage_eps: NonNegative = 1e-4
@@ -262,6 +262,9 @@ class AlgorithmSection(Section):
     importance_cap: float | None = None
     """Weigh each token by the trainer's probability over the sampler's (older weights, top_k, top_p, min_p, another
     number type), at most this; 0 for never; null: 2 with training.async_level 1, else 0."""
+    importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """Of importance_cap c: "truncate" bounds weights by c, "mask" drops those outside 1/c to c; of each token, or of a
+    completion's product."""
     update_ref_every: Count = 0
     """Refresh the reference every so many iterations; 0 keeps the start."""
     mask_truncated: bool = False
@@ -289,7 +292,9 @@ class AlgorithmSection(Section):
         self.require(scaled, "scale", f"null with {chosen}, which has a scale of its own")
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
         self.require(grouped, "zero_variance_groups", f"'keep' with {chosen}, which compares no groups")
-        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo") else ():
+        binary = self.overlong_buffer == 0 or self.advantage != "maxrl"
+        self.require(binary, "overlong_buffer", "0 with advantage 'maxrl', which takes rewards of 0 and 1")
+        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo", "drpo") else ():
             unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
             self.require(getattr(self, name) is None, name, unbounded)
 
@@ -318,8 +323,10 @@ class PPOSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW and its schedule."""
+    """Optimizer and schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """"adamw"; or "muon" for the matrices that decay, AdamW for the rest (docs/algorithms.md)."""
     learning_rate: Positive | None = None
     """Peak learning rate; null takes one that is safe for a pretrained policy: 1e-6 where all weights are trained, 1e-4
     where adapters are (policy.lora)."""

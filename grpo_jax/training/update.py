@@ -17,7 +17,7 @@ from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSecti
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
-from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
@@ -145,10 +145,10 @@ def make_forward_step(
 def make_token_weights(
     section: AlgorithmSection,
 ) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap.
+    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap or masked.
 
     The latter two are over tokens, and of the importance weights alone. The weights are a product: 1 for the tokens
-    of high entropy and 0 for the others, times the truncated importance weight between the policy before its first
+    of high entropy and 0 for the others, times the importance weight between the policy before its first
     update with the batch and the one that sampled it. Both are of the whole batch: however an update splits it, the
     same tokens take part.
     """
@@ -157,14 +157,16 @@ def make_token_weights(
     def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         weights = jnp.ones_like(entropy)
         if cap:
-            weights *= truncated_importance_weights(
+            weights *= importance_weights(
                 required("old_logprobs", batch.old_logprobs),
                 required("sampler_logprobs", batch.sampler_logprobs),
                 batch.mask,
                 cap=cap,
+                mode=section.importance_mode,
             )
         mean = masked_mean(weights, batch.mask)
-        clipped = masked_mean((weights >= (cap or jnp.inf)).astype(jnp.float32), batch.mask)
+        outside = (weights >= (cap or jnp.inf)) | (weights == 0)
+        clipped = masked_mean(outside.astype(jnp.float32), batch.mask)
         if section.entropy_share < 1:
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
         return weights, mean, clipped

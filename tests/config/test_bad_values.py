@@ -119,6 +119,8 @@ train | train: expected an option, such as --config FILE
 --algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'
 --algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with
 --algorithm.importance_cap=.5 | algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5
+--algorithm.preset=drpo --algorithm.clip_high=.1 | algorithm.clip_high: expected null with preset 'drpo'
+--algorithm.advantage=maxrl --algorithm.overlong_buffer=2 | algorithm.overlong_buffer: expected 0 with advantage 'maxrl'
 --algorithm.preset=cispo --algorithm.clip_low=.1 | algorithm.clip_low: expected null with preset 'cispo'
 --algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128
 --training.minibatches=5 | training.prompts_per_batch: expected a multiple of minibatches x grad_accumulation_steps = 5

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from oracles.oracle import policy_batch
 
+from grpo_jax.core.advantages import maxrl_advantages
 from grpo_jax.core.losses import PRESETS, EntropyControl, adapt_entropy_coef
+from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
 
 
 def test_adaptive_entropy_coefficient_is_trls(x64):
@@ -42,3 +44,30 @@ def test_adaptive_entropy_coefficient_is_trls(x64):
         np.testing.assert_allclose(control.coef, theirs.entropy_coef, atol=1e-12)
         moved.append(float(control.coef))
     assert min(moved) == 0 and max(moved) == 1 and len(set(np.round(moved, 6))) > 4
+
+
+def test_maxrl_is_the_loop(x64):
+    """Right answers of group p: none, one, some with two rewards missing, all."""
+    missing = np.nan
+    rewards = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, missing, missing], [1, 1, 1, 1]])
+    expected = np.zeros(rewards.shape)
+    for p, group in enumerate(rewards):
+        present = [r for r in group if not np.isnan(r)]
+        mean = sum(present) / len(present)
+        for g, r in enumerate(group):
+            expected[p, g] = 0 if np.isnan(r) or mean == 0 else (r - mean) / mean
+    np.testing.assert_allclose(jax.jit(maxrl_advantages)(rewards), expected, atol=1e-12)
+    assert expected[1, 1] == 3
+
+
+def test_bounds_in_probability_have_the_gradients_of_verl_and_unirl(x64):
+    """With respect to log π: A ρ where DPPO's mask is 1, and A ρ - |A| π_old ρ (ρ - 1) / ε of DRPO."""
+    parts = policy_batch(3, spread=1.0)
+    logprobs, old, advantages = parts["logprobs"], parts["old"], parts["advantages"][:, None]
+    ratio, change = np.exp(logprobs - old), np.exp(logprobs) - np.exp(old)
+    kept = np.where(advantages > 0, change <= 0.15, change >= -0.15)
+    pull = advantages * ratio - abs(advantages) * np.exp(old) * ratio * (ratio - 1) / 0.3
+    for surrogate, expected in ((DivergenceMask(), kept * advantages * ratio), (DivergencePenalty(0.3), pull)):
+        slope = jax.grad(lambda x, s=surrogate: s.objective(x - old, x, advantages).sum())(jnp.asarray(logprobs))
+        np.testing.assert_allclose(slope, expected, atol=1e-12)
+    assert 0.1 < kept.mean() < 0.95

@@ -14,7 +14,7 @@ from support.folders import load_folder
 from bridges import miniature
 from bridges.miniature import world
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.core.selection import truncated_importance_weights
+from grpo_jax.core.selection import importance_weights
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -96,7 +96,7 @@ def test_the_first_update_has_a_ratio_of_one(drawn):
 
 def test_weights_undo_what_sets_the_sampler_apart(drawn):
     """Weighed, a token of the prompt is drawn again as often as the policy would, of those that are drawn at all."""
-    weights = truncated_importance_weights(drawn.policy, drawn.sampler, np.ones(len(drawn.policy), bool), cap=1e6)
+    weights = importance_weights(drawn.policy, drawn.sampler, np.ones(len(drawn.policy), bool), cap=1e6)
     repeatable = kept(drawn.setting, drawn.probabilities) & drawn.asked
     expected = np.where(repeatable, drawn.probabilities, 0).sum(-1)
     off = np.asarray(weights) * drawn.repeats - expected

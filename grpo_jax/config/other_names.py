@@ -38,7 +38,7 @@ GRPO_CONFIG = {
     "cast_lm_head_to_fp32, shuffle_dataset, pad_to_multiple_of, log_completions, num_completions_to_print, "
     "log_unique_prompts, log_multimodal": _ALWAYS,
     "disable_dropout, router_aux_loss_coef, remove_unused_columns, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, "
-    "vespo_lambda_neg, log_completions_hub_repo, ref_model_mixup_alpha, off_policy_mask_threshold, "
+    "vespo_lambda_neg, log_completions_hub_repo, ref_model_mixup_alpha, "
     "vllm_structured_outputs_regex": _NEVER,
     "num_generations": "sampling.group_size",
     "num_generations_eval": "evaluation.samples",
@@ -70,6 +70,7 @@ GRPO_CONFIG = {
     "multi_objective_aggregation": "algorithm.advantage; grpo sums first, gdpo normalises first",
     "scale_rewards": "algorithm.scale; group, batch or none",
     "loss_type": "algorithm.preset; all of them but luspo and vespo, and gspo, dppo_tv and drpo besides",
+    "off_policy_mask_threshold": "algorithm.off_policy_mask_threshold",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "sync_ref_model, ref_model_sync_steps": "algorithm.update_ref_every; 0 for never",
     "top_entropy_quantile": "algorithm.entropy_share",
@@ -148,6 +149,7 @@ COMMAND = {
     "lora_alpha": "policy.lora.alpha",
     "lora_target_modules": "policy.lora.targets",
     "lora_dropout, lora_modules_to_save, use_rslora, use_dora": f"{NOT_HERE}adapters are plain LoRA (docs/lora.md)",
+    "teacher_model_name_or_path": "algorithm.teacher; with algorithm.advantage opd",
     "load_in_8bit": "policy.quantised: int8",
     "load_in_4bit": "policy.quantised: int4",
     "max_prompt_length": "data.max_prompt_tokens; a longer prompt is an error",

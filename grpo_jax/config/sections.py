@@ -205,6 +205,9 @@ class SamplingSection(Section):
     """Draw within the smallest set of this probability; 1 for all."""
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
     """Drop tokens below this share of the likeliest token's probability; 0 for none."""
+    sampling_mask: Literal["none", "keep"] = "none"
+    """"keep" trains the distribution that is drawn from: log-probabilities in the update are renormalised over the
+    tokens that top_k (needed for it), top_p and min_p kept."""
     stop: Texts = []
     """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
     that completes such a text are kept and trained."""
@@ -216,6 +219,8 @@ class SamplingSection(Section):
 
     def __post_init__(self) -> None:
         self.require(all(self.stop), "stop", "texts that are not empty")
+        bounded = self.sampling_mask == "none" or (self.top_k > 0 and self.turns == 1)
+        self.require(bounded, "sampling_mask", "none without a top_k, and with several turns")
 
     @property
     def written_tokens(self) -> int:
@@ -233,10 +238,14 @@ class AlgorithmSection(Section):
 
     preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "dppo_tv", "drpo"] = "grpo"
     """Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo, sapo, dppo_tv or drpo (docs/algorithms.md)."""
-    advantage: Literal["gdpo", "grpo", "rloo", "raft", "maxrl", "batch", "gae"] = "gdpo"
+    advantage: Literal["gdpo", "grpo", "rloo", "raft", "maxrl", "batch", "gae", "opd"] = "gdpo"
     """"gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out; "raft" teaches each
     group's best alone (rejection sampling); "maxrl" divides by the group's mean, of a sum that is 0 or 1; "batch"
-    whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo)."""
+    whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo); "opd" distils the
+    teacher on-policy, token by token, and rewards are watched alone."""
+    teacher: str = ""
+    """Of "opd", the folder or hub id of a policy with the same tokens; it is the reference of kl_coef too. Empty: the
+    reference itself."""
     scale: Literal["group", "batch", "none"] | None = None
     """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
     advantage_eps: NonNegative = 1e-4
@@ -265,6 +274,9 @@ class AlgorithmSection(Section):
     importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
     """Of importance_cap c: "truncate" bounds weights by c, "mask" drops those outside 1/c to c; of each token, or of a
     completion's product."""
+    off_policy_mask_threshold: Positive | None = None
+    """Leave a completion of negative advantage out once the policy's mean log-probability of its tokens fell by more
+    than this since they were sampled; null for never."""
     update_ref_every: Count = 0
     """Refresh the reference every so many iterations; 0 keeps the start."""
     mask_truncated: bool = False
@@ -286,8 +298,12 @@ class AlgorithmSection(Section):
     def __post_init__(self) -> None:
         chosen = f"advantage {self.advantage!r}"
         self.require((self.importance_cap or 1) >= 1, "importance_cap", "null, 0 or a number >= 1")
-        by_turn = self.turn_advantage == "last" or not self.learns_values
-        self.require(by_turn, "turn_advantage", "'last' with advantage 'gae'")
+        by_turn = self.turn_advantage == "last" or self.advantage not in ("gae", "opd")
+        self.require(by_turn, "turn_advantage", f"'last' with {chosen}")
+        read = not self.teacher or self.advantage in ("gae", "opd") or self.kl_coef > 0
+        self.require(read, "teacher", f"none with {chosen} and kl_coef 0, which do not read it")
+        kept = not self.teacher or self.update_ref_every == 0
+        self.require(kept, "update_ref_every", "0 with a teacher, which stands for the reference")
         scaled = self.scale is None or self.advantage == "grpo"
         self.require(scaled, "scale", f"null with {chosen}, which has a scale of its own")
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
@@ -306,7 +322,7 @@ class AlgorithmSection(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether a completion is compared with the others of its prompt."""
-        return self.advantage not in ("gae", "batch")
+        return self.advantage not in ("gae", "batch", "opd")
 
 
 class PPOSection(Section):

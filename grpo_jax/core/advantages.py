@@ -181,6 +181,31 @@ def maxrl_advantages(rewards: ArrayLike) -> jax.Array:
     return safe_divide(_centred(rewards), group_mean(rewards, ~jnp.isnan(rewards)))
 
 
+def distillation_advantages(teacher_logprobs: ArrayLike, logprobs: ArrayLike, mask: ArrayLike) -> jax.Array:
+    """Advantages of on-policy distillation: each token's log ratio of teacher and policy.
+
+        A[t] = log π_teacher - log π,  a constant to gradients
+
+    The policy gradient with them, summed over tokens that the policy drew, is that of -KL(π ‖ π_teacher), each token
+    by itself (https://arxiv.org/abs/2306.13649; TRL's and verl's k1).
+
+    Args:
+        teacher_logprobs: `[.., T]`, floating, of the policy's tokens.
+        logprobs: `[.., T]`, of the policy that is trained.
+        mask: bool `[.., T]`.
+
+    Returns:
+        `[.., T]`, at least float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    teacher = as_float("teacher_logprobs", teacher_logprobs)
+    logprobs = as_float("logprobs", logprobs, shape=teacher.shape).astype(teacher.dtype)
+    mask = as_mask("mask", mask, teacher.shape)
+    return jax.lax.stop_gradient(select(mask, teacher) - select(mask, logprobs))
+
+
 def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps: float = 1e-4) -> jax.Array:
     """REINFORCE++'s advantages: rewards whitened over the whole batch.
 

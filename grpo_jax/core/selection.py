@@ -7,7 +7,42 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from grpo_jax.core.advantages import as_objective_weights, groups_without_signal
-from grpo_jax.core.masking import as_float, as_mask, check_choice, count, select
+from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, select
+
+
+def off_policy_mask(
+    logprobs: ArrayLike, sampler_logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, threshold: float
+) -> jax.Array:
+    """The rows that stay where a policy has moved away from the one that sampled them.
+
+        a row leaves if A < 0 and mean_t(log π_sampler - log π) > threshold
+
+    Bad samples that the policy would not draw any more push it at random; good ones stay. From DeepSeek-V3.2
+    (https://arxiv.org/abs/2512.02556, section 3.1), as TRL's `off_policy_mask_threshold`. Give it to `grpo_loss` as
+    `token_weights`.
+
+    Args:
+        logprobs: `[.., T]`, floating: the policy's, as it is now.
+        sampler_logprobs: `[.., T]`, of the policy that drew the tokens, when it drew them.
+        advantages: `[..]`, or `[.., T]`, of which then tokens leave.
+        mask: bool `[.., T]`.
+        threshold: the largest mean over a row's tokens, in nats.
+
+    Returns:
+        bool `[.., 1]`, or `[.., T]` with advantages of tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    logprobs = as_float("logprobs", logprobs)
+    mask = as_mask("mask", mask, logprobs.shape)
+    sampler = as_float("sampler_logprobs", sampler_logprobs, shape=logprobs.shape).astype(logprobs.dtype)
+    advantages = as_float("advantages", advantages)
+    check_shape("advantages", advantages, logprobs.shape[:-1], logprobs.shape)
+    advantages = advantages if advantages.shape == logprobs.shape else advantages[..., None]
+    moved = masked_mean(select(mask, sampler) - select(mask, logprobs), mask, axis=-1, keepdims=True)
+    return ~((advantages < 0) & (moved > threshold))
+
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

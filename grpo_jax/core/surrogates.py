@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+Bounds = tuple[jax.Array, jax.Array]
+"""Where the lower and where the upper bound of a surrogate stops the gradient, bool `[.., T]`."""
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -40,7 +43,6 @@ class Clip:
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Where the lower and where the upper bound stops the gradient."""
-        del logprobs
         low = (advantages < 0) & (log_ratio < jnp.log1p(-self.low))
         high = (advantages > 0) & (log_ratio > jnp.log1p(self.high))
         if self.dual is not None:
@@ -70,7 +72,6 @@ class CappedWeight:
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Nowhere, and where the weight is capped."""
-        del logprobs
         high = (log_ratio > jnp.log(self.cap)) & (advantages != 0)
         return jnp.zeros_like(high), high
 
@@ -96,7 +97,6 @@ class SoftGate:
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Nowhere: the gate has no edge."""
-        del logprobs
         return _nowhere(log_ratio, advantages)
 
 
@@ -141,7 +141,6 @@ class DivergencePenalty:
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Nowhere: the penalty has no edge."""
-        del logprobs
         return _nowhere(log_ratio, advantages)
 
 
@@ -150,7 +149,7 @@ def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:
     return jnp.exp(jnp.minimum(log_ratio, 20.0))
 
 
-def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> Bounds:
     nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
     return nowhere, nowhere
 

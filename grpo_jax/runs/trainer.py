@@ -34,6 +34,7 @@ from grpo_jax.runs.metrics import (
     reward_streaks,
     update_metrics,
 )
+from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
@@ -117,9 +118,9 @@ class Trainer:
         self.session, self.ctx, self.config, self.output = session, ctx, ctx.config, session.output
         self.checkpoints, self.stop, self.clock = session.checkpoints, session.stop, session.clock
         self.iterations = ctx.iterations
-        self.learner = make_learner(
-            ctx.config, ctx.policy, self.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie
-        )
+        distribution = {"allowed_tokens": ctx.allowed_tokens, "trie": ctx.trie}
+        self.learner = make_learner(ctx.config, ctx.policy, self.iterations, **distribution)
+        self.teacher = load_teacher(ctx.config, ctx.policy, **distribution)
         self.rollouts = Rollouts(ctx)
         self._begun = False  # there are a state and a progress to save
 
@@ -200,6 +201,8 @@ class Trainer:
             rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
             batch = batch_of(ctx, rollout, objectives)
+            if self.teacher is not None:
+                batch = batch._replace(ref_logprobs=self.teacher(batch))
             if i == first:
                 output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)

@@ -130,7 +130,9 @@ def trained_weights(variables: Variables) -> Variables:
 
 def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
     """Return whether there is a KL against a reference: in the loss, or in PPO's rewards."""
-    return algorithm.kl_coef > 0 or (algorithm.learns_values and ppo.kl_coef > 0)
+    if algorithm.teacher:  # it stands for the reference, and is no part of the state
+        return False
+    return algorithm.kl_coef > 0 or algorithm.advantage == "opd" or (algorithm.learns_values and ppo.kl_coef > 0)
 
 
 def init_state(

@@ -14,6 +14,7 @@ import optax
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.core.advantages import distillation_advantages
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
@@ -177,7 +178,7 @@ def make_token_weights(
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
     """Whether old log-probabilities are computed before a batch's first update: with one update they are the new."""
     several = training.inner_epochs * training.minibatches > 1
-    return several or _has_token_weights(algorithm) or algorithm.learns_values
+    return several or _has_token_weights(algorithm) or algorithm.advantage in ("gae", "opd")
 
 
 def _has_token_weights(algorithm: AlgorithmSection) -> bool:
@@ -189,6 +190,7 @@ def make_preparation(
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
     """Make prepare(state, batch) → (batch, measured): all that is computed once before a batch's first update.
 
+    A batch has the reference's log-probabilities already where a teacher stands for it (`runs.policy.load_teacher`).
     That is, where needed, the old policy's log-probabilities (with one update per batch they are the new ones, unless
     something is made of them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy
     before its first update with the batch, also where an older one has sampled: the importance weights cover that
@@ -201,7 +203,7 @@ def make_preparation(
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
         measured: Metrics = {}
-        if needs_reference(algorithm, ppo):
+        if batch.ref_logprobs is None and needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
         sampled = batch.rollout_logprobs if ahead and not algorithm.importance_cap else None
         if not needs_old_logprobs(algorithm, training):
@@ -215,6 +217,9 @@ def make_preparation(
                 if ahead:
                     measured["importance_clipped"] = clipped
             batch = batch._replace(token_weights=weights, sampler_logprobs=None)
+        if algorithm.advantage == "opd":
+            teacher = required("ref_logprobs", batch.ref_logprobs)
+            batch = batch._replace(advantages=distillation_advantages(teacher, old.logprobs, batch.mask))
         if algorithm.learns_values:
             batch, measured["estimates"] = estimate(batch, required("values", old.values))
         return batch, measured
@@ -233,7 +238,12 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
-    objective = make_policy_objective(forward, options, ppo if algorithm.learns_values else None)
+    objective = make_policy_objective(
+        forward,
+        options,
+        ppo if algorithm.learns_values else None,
+        off_policy_threshold=algorithm.off_policy_mask_threshold,
+    )
     return make_train_step(
         objective,
         optimizer,

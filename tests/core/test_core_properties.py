@@ -109,6 +109,10 @@ TABLE = {
     "groups_without_signal": lambda p: advantages.groups_without_signal(p["rewards"]),
     "groups_with_signal": lambda p: selection.groups_with_signal(p["rewards"]),
     "high_entropy_mask": lambda p: selection.high_entropy_mask(p["entropy"], p["mask"], share=0.37),
+    "off_policy_mask": lambda p: selection.off_policy_mask(
+        p["logprobs"], p["sampler"], p["advantages"], p["mask"], threshold=0.1
+    ),
+    "distillation_advantages": lambda p: advantages.distillation_advantages(p["ref"], p["logprobs"], p["mask"]),
     "without_truncated": lambda p: selection.without_truncated(p["mask"], p["truncated"]),
     **{
         f"importance_weights {mode}": lambda p, mode=mode: selection.importance_weights(

@@ -11,7 +11,13 @@ from grpo_jax.core.advantages import batch_whitened_advantages, leave_one_out_ad
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import PRESETS, KLPenalty
 from grpo_jax.core.returns import kl_penalised_rewards, overlong_penalty
-from grpo_jax.core.selection import IMPORTANCE_MODES, high_entropy_mask, importance_weights, without_truncated
+from grpo_jax.core.selection import (
+    IMPORTANCE_MODES,
+    high_entropy_mask,
+    importance_weights,
+    off_policy_mask,
+    without_truncated,
+)
 
 SAMPLER = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 RLOO_SCORES = "RLOOTrainer._generate_and_score_completions"
@@ -49,6 +55,19 @@ def importance_case(mode, cap):
         return Compared((np.asarray(ours)[:, :width], theirs))
 
     return Case("importance_weights", f"{mode}, cap {cap}", SCORES, run)
+
+
+def off_policy(seed, dtype):
+    """Of three thresholds, each leaving other rows out."""
+    parts = policy_batch(seed, dtype, rows=40)
+    names = ("logprobs", "sampler", "advantages", "mask")
+    ours = [off_policy_mask(*(parts[n] for n in names), threshold=t)[:, 0] for t in (0.05, 0.1, 0.3)]
+    drawn, now, advantages = (tensor(parts[name]) for name in ("sampler", "logprobs", "advantages"))
+    mask = tensor(parts["mask"]).long()
+    theirs = [
+        trainer().get_off_policy_mask(advantages[:, None], now, drawn, mask, t)[:, 0].numpy() for t in (0.05, 0.1, 0.3)
+    ]
+    return Compared((np.stack(ours), np.stack(theirs)))
 
 
 def truncated(seed, dtype):
@@ -119,6 +138,7 @@ CASES = [
     ),
     Case("high_entropy_mask", "shares .07 to 1", "GRPOTrainer.get_high_entropy_mask", high_entropy),
     *(importance_case(mode, cap) for mode in IMPORTANCE_MODES for cap in (1.1, 3.0)),
+    Case("off_policy_mask", "three thresholds", "GRPOTrainer.get_off_policy_mask", off_policy),
     Case("without_truncated", "half of the rows", SCORES, truncated),
     Case("overlong_penalty", "limit 30, buffer 16", "trl.rewards.get_soft_overlong_punishment", overlong),
     Case("batch_whitened_advantages", "centre group", RLOO_SCORES, whitened_leave_one_out),

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from grpo_jax import Condition, condition_rewards, gdpo_advantages, group_advantages, grpo_loss, sum_rewards
+from grpo_jax import (
+    Condition,
+    condition_rewards,
+    gdpo_advantages,
+    group_advantages,
+    grpo_loss,
+    sum_rewards,
+)
 from grpo_jax.core.selection import groups_with_signal
 
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
@@ -62,7 +69,12 @@ def different(advantages: jax.Array) -> float:
 assert different(summed) == 2 and different(apart) == 3
 
 equal = jnp.array([[[1.0, 0.0], [0.0, 1.0]]])
-print("equal sums teach:", groups_with_signal(sum_rewards(equal))[0], " apart:", groups_with_signal(equal)[0])
+print(
+    "equal sums teach:",
+    groups_with_signal(sum_rewards(equal))[0],
+    " apart:",
+    groups_with_signal(equal)[0],
+)
 
 # %% [markdown]
 # N yes-or-no rewards have 2^N combinations but only N + 1 sums. How many different advantages does a group of 16 have
@@ -82,7 +94,9 @@ assert (
     and counts["apart"][-1] > 2 * counts["sum"][-1]
 )
 
-figure, axis = plt.subplots(figsize=(5, 2.6), num="Different advantages of a group, by number of yes-or-no rewards")
+figure, axis = plt.subplots(
+    figsize=(5, 2.6), num="Different advantages of a group, by number of yes-or-no rewards"
+)
 axis.plot(range(1, 7), counts["sum"], "C1s--", range(1, 7), counts["apart"], "C2o-")
 axis.set(title="different advantages in a group of 16", xlabel="yes-or-no rewards", ylim=(0, 16))
 axis.legend(counts)
@@ -124,15 +138,21 @@ def learn(way, key):
 
         def loss(logits):
             logprobs = jax.nn.log_softmax(logits)[kinds][..., None]
-            return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, jnp.ones_like(logprobs, bool))[0]
+            return grpo_loss(
+                logprobs, jax.lax.stop_gradient(logprobs), advantages, jnp.ones_like(logprobs, bool)
+            )[0]
 
         return logits - 0.5 * jax.grad(loss)(logits), jax.nn.softmax(logits) @ KINDS
 
-    return jax.lax.scan(step, jnp.log(jnp.array([0.85, 0.04, 0.01, 0.10])), jax.random.split(key, 150))[1]
+    return jax.lax.scan(
+        step, jnp.log(jnp.array([0.85, 0.04, 0.01, 0.10])), jax.random.split(key, 150)
+    )[1]
 
 
 keys, ends = jax.random.split(jax.random.key(1), 40), []
-figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, num="Shares of right and of brief answers")
+figure, axes = plt.subplots(
+    1, 2, figsize=(9, 3), sharey=True, num="Shares of right and of brief answers"
+)
 for (name, way), style in zip(WAYS.items(), ("C1--", "C2-", "C3:", "k-."), strict=True):
     curves = jax.jit(jax.vmap(lambda key, way=way: learn(way, key)))(keys).mean(axis=0)
     for axis, which, title in ((axes[0], 1, "right"), (axes[1], 0, "brief")):
@@ -140,7 +160,8 @@ for (name, way), style in zip(WAYS.items(), ("C1--", "C2-", "C3:", "k-."), stric
         axis.set(title=title, xlabel="step")
     ends.append(curves[-1, 1])
     print(
-        f"{name:18} right after 75 steps {curves[75, 1]:.2f}, in the end {curves[-1, 1]:.2f}; brief {curves[-1, 0]:.2f}"
+        f"{name:18} right after 75 steps {curves[75, 1]:.2f}, in the end {curves[-1, 1]:.2f}; "
+        f"brief {curves[-1, 0]:.2f}"
     )
 axes[1].legend(fontsize=8, loc="lower right")
 assert ends[0] < ends[1] < ends[3]

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-Bounds = tuple[jax.Array, jax.Array]
-"""Where the lower and where the upper bound of a surrogate stops the gradient, bool `[.., T]`."""
-
 
 @dataclass(frozen=True)
 class Clip:
@@ -149,7 +146,7 @@ def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:
     return jnp.exp(jnp.minimum(log_ratio, 20.0))
 
 
-def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> Bounds:
+def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
     nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
     return nowhere, nowhere
 

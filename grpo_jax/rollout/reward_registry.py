@@ -51,14 +51,14 @@ class JudgedBatch(NamedTuple):
     values: dict[str, list[float]]
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
-        """Log a number for metrics.jsonl; not of held-out prompts, and not what is not finite."""
+        """Log a finite number for metrics.jsonl; those of held-out prompts are ignored."""
         number = float(value)
         if not self.state.evaluation and math.isfinite(number):
             self.values.setdefault(f"log/{name}", []).append(number)  # judges of several turns have a thread each
 
     @property
     def logged(self) -> dict[str, float]:
-        """Means of what was logged, {"log/NAME": value}."""
+        """Means of the logged numbers, {"log/NAME": value}."""
         return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
 
 
@@ -97,7 +97,7 @@ class TaskRewards:
 
     Attributes:
         functions: By the name that `rewards` and `eval_rewards` of the config use: a reward function, which gets a
-            reward's options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a
+            reward's options as keyword arguments, or a factory of one (a class, a `Maker`). A judge is given to a
             reward that has an argument of its name, as columns are.
         defaults: Rewards where the config names none.
         watched: Names that are watched where the config names none.
@@ -119,7 +119,7 @@ class TaskRewards:
 
 
 class ResolvedReward(NamedTuple):
-    """A reward that was found, and what `bind` needs.
+    """A reward that was found, with the inputs of `bind`.
 
     Attributes:
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
@@ -199,7 +199,7 @@ def resolve_rewards(
 
     Args:
         judges: Names of the judges there are.
-        functions: By label, in place of what sections name.
+        functions: By label, in place of the sections' names.
         iterations: Of the run, as rewards with an argument `trainer_state` see it.
     """
     sections = source.conditions(sections or source.defaults)

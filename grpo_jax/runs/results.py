@@ -102,7 +102,7 @@ def summarise(
 
 
 def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
-    """Statistics of several completions per prompt; None where each prompt had one, or none."""
+    """Statistics of several completions per prompt; None if each prompt had one, or none."""
     return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 

@@ -1,4 +1,4 @@
-"""Tasks whose texts are drawn: rewards of pictures and texts, judges, prompts, and what is shown of a run.
+"""Tasks with rendered texts: rewards of pictures and texts, judges, prompts, and the report's pictures.
 
 Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures)
 and ``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the
@@ -80,7 +80,7 @@ def alignment_gain(
 class Faithfulness:
     """Hinge on the rewrite's likeness to the prompt: min(0, cos(rewrite, prompt) - margin).
 
-    Above `margin`, in [-1, 1], all rewrites are equally faithful, so copying the prompt is not what it teaches.
+    Above `margin`, in [-1, 1], all rewrites are equally faithful, so it does not teach to copy the prompt.
     """
 
     margin: float = 0.8
@@ -136,7 +136,7 @@ def questions(
     scorer: Answerer,
     **columns: object,
 ) -> list[float | None]:
-    """Mean P("Yes") of the row's own questions about the picture, in [0, 1]; None where a row has none.
+    """Mean P("Yes") of the row's own questions about the picture, in [0, 1]; None if a row has none.
 
     It needs a judge that answers (`questions@vqa`); any other is a UserError.
     """
@@ -193,7 +193,7 @@ def geneval(
     scorer: Scorer,
     **columns: Any,
 ) -> list[float | None]:
-    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None where a row asks nothing.
+    """Score of a picture by GenEval's rules, for its row's `include`, `exclude` and `tag`; None without them.
 
     `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
     """
@@ -210,9 +210,9 @@ def pixel_accuracy(
     requested: list[Mapping[str, Any]],
     **columns: object,
 ) -> np.ndarray:
-    """What a checker reads from the pixels without a network, in [0, 1]: the share of the requested attributes.
+    """Share of the requested attributes that a checker finds in the pixels, without a network, in [0, 1].
 
-    Of several objects 1 where all is as requested, and else 0.
+    Of several objects 1 if all is as requested, and else 0.
     """
     world = "scenes" if requested and "objects" in requested[0] else "world"
     checker = own_package("bridges", f"miniature.{world}").pixel_accuracy
@@ -337,8 +337,8 @@ def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyTyp
 class RenderedImages(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
-    `images` is None where drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
-    from the same noise, repeated for each completion, is None where no reward asks for them.
+    `images` is None if drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
+    from the same noise, repeated for each completion, is None if no reward asks for them.
     """
 
     images: Tensor | None

@@ -1,4 +1,4 @@
-"""The task: rewrite what people type so that a diffusion model draws what they asked for."""
+"""The task: rewrite people's prompts so that a diffusion model draws the requested picture."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[d
 
 
 def make_blocks(config: CartPoleConfig, info: Info) -> CartPoleBlocks:
-    """Compile a config's training, and say what is trained, on what, by which algorithm."""
+    """Compile a config's training, and print task, device and algorithm."""
     split_processor()
     training, devices = make_train(config), seed_devices(config.num_seeds)
     start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))

@@ -33,7 +33,7 @@ class CartPoleAlgorithm(Section):
     """"grpo" normalises the returns of the summed objectives in their group, "gdpo" those of each objective; "ppo" has
     a value network instead, and plays on 32 carts side by side."""
     objectives: list[Literal["upright", "centred"]] = ["upright"]
-    """What a step is rewarded for: "upright" (1 for each step) and "centred" (near the middle)."""
+    """Rewards of a step: "upright" (1 for each step) and "centred" (near the middle)."""
     weights: list[float] = []
     """Weight of each objective; empty for ones."""
     condition: Count = 0
@@ -100,7 +100,7 @@ class CartPoleConfig(Section):
     evaluation: CartPoleEvaluation = Field(default_factory=CartPoleEvaluation)
 
     def __post_init__(self) -> None:
-        """Refuse what no section can refuse alone."""
+        """Check fields of different sections."""
         every = self.evaluation.every
         for name in ("iterations", "save_every"):
             fits = getattr(self.training, name) % every == 0

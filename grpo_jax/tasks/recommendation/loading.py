@@ -165,7 +165,7 @@ class Recommended(NamedTuple):
 Recommender = Callable[..., list[Recommended]]
 """recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
-"""Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
+"""Rows whose longest prompt sets the width of all → prompt → the policy's greedy completion."""
 BestItems = Callable[[Row, int], list[tuple[int, float]]]
 """A row and how many → the best rows of the catalogue and their scores."""
 
@@ -224,7 +224,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """Return title or id → the first item of that name; a UserError where there is none.
+    """Return title or id → the first item of that name; a UserError if there is none.
 
     Case, marks and forms of characters (NFKC) of titles do not matter.
     """

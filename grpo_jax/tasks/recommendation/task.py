@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PriorSection(Section):
-    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone."""
+    """Statistics of the histories and their weights beside the policy's scores; all 0 for the policy alone."""
 
     history: NonNegative = 0.0
     """A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in the query:
@@ -46,7 +46,7 @@ class PriorSection(Section):
 
 
 class Recommendation(Task):
-    """Write what a user looks for next; the reward is the rank of the item that came next."""
+    """Write a user's next query; the reward is the rank of the item that came next."""
 
     source: str = "dummy"
     """"dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV of events
@@ -63,13 +63,13 @@ class Recommendation(Task):
     title_characters: Count = 60
     """Titles in prompts are cut to so many characters; 0 for never."""
     separator: str = "\n"
-    """What stands between two titles."""
+    """Separator of two titles."""
     dummy_users: Length = 2000
     """Users of the dummy world."""
     dummy_items: Length = 2000
     """Its items, rounded up to a multiple of 280."""
     retrieval: RetrievalSection = Field(default_factory=RetrievalSection)
-    """What ranks the items."""
+    """The retriever that ranks the items."""
     prior: PriorSection = Field(default_factory=PriorSection)
     """What is added to the log-probabilities of a policy that ranks them itself, for a second ranking. Of one that
     writes queries its `history` is a part of every query: one that says nothing asks with the history."""
@@ -83,7 +83,7 @@ class Recommendation(Task):
     )
 
     def __post_init__(self) -> None:
-        """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
+        """Check fields against each other; other ranges are checked later, before anything is loaded."""
         dummy = self.source == "dummy"
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         expected = f"a file with the titles of the items of {self.source}"

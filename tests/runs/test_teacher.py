@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 from support.text_task import rows, train_values
 from support.tiny_models import causal_lm
 
@@ -17,15 +18,24 @@ def values(place):
     return values
 
 
-def test_the_policy_comes_nearer_to_its_teacher(values, tmp_path, capsys):
-    teacher = causal_lm(tmp_path / "teacher", seed=7)
-    values["algorithm"] = {"advantage": "opd", "preset": "bnpo", "teacher": str(teacher)}
+def test_a_teacher_grades_each_token_and_rewards_are_only_logged(values, tmp_path, capsys):
+    """The reference is what the policy is at first; a teacher with the same weights but a surer head is not."""
+    values["training"] |= {"max_steps": 1}
+    values["algorithm"] = {"advantage": "opd", "preset": "bnpo"}
+    train_values(values, tmp_path / "alone", judge="work:0")
+    (row,) = rows(tmp_path / "alone")
+    assert abs(row["mean_advantage"]) < 1e-6 and row["kl"] < 1e-6 and row["grad_norm"] < 1e-5
+    teacher = causal_lm(tmp_path / "teacher")
+    weights = load_file(teacher / "model.safetensors")
+    save_file(weights | {"lm_head.weight": 10 * weights["lm_head.weight"]}, teacher / "model.safetensors")
+    values["algorithm"]["teacher"] = str(teacher)
     train_values(values, tmp_path / "run", judge="work:0")
-    table = rows(tmp_path / "run")
-    assert table[-1]["kl"] < 0.8 * table[0]["kl"]
-    assert all(row["mean_advantage"] < 0 for row in table)  # - KL of the tokens that were drawn
-    capsys.readouterr()
+    (row,) = rows(tmp_path / "run")
+    assert row["mean_advantage"] == pytest.approx(-row["loss"], rel=1e-4)
+    assert row["kl"] > 0.3 and row["loss"] == pytest.approx(row["kl"], rel=0.5)  # both estimate KL(policy ‖ teacher)
+    assert row["grad_norm"] > 0.01
     values["algorithm"]["teacher"] = str(causal_lm(tmp_path / "other", vocab_size=1024))
+    capsys.readouterr()
     train_values(values, tmp_path / "refused", judge="work:0", expected=2)
     told = capsys.readouterr().err
     assert "algorithm.teacher: expected a policy with the tokens of policy.path" in told and told.count("\n") == 1

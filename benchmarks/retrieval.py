@@ -139,12 +139,11 @@ def run_ray(folder, repeats, replicas):
     from bridges import ray_cluster, ray_pool
     from bridges.retrieval import service
     from grpo_jax.config.judge import PoolSection
-    from grpo_jax.config.sections import RetrievalSection
 
     ray_cluster.join(None, object_store=256 * 2**20)
     judge, pool = bench_service()(str(folder), "given"), PoolSection(replicas=replicas, batch_timeout=0.0)
     actors = ray_pool.start_actors(service.SERVICE, judge, pool, named=True)
-    backend = service.RayBackend(RetrievalSection(backend="ray"), actors)
+    backend = service.RayBackend(None, actors)
     warm_up, speed = ask(backend, folder, repeats)
     import ray
 

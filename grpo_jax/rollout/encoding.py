@@ -19,11 +19,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf.chat import (
-    conversation_encoder,
-    knows_option,
-    picture_tokens,
-)
+from grpo_jax.models.hf.chat import conversation_encoder, knows_option, picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig

@@ -105,7 +105,6 @@ class TaskRewards:
         measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
         column_names: Names of these.
-        conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
     """
 
     functions: Mapping[str, Reward | Maker] = dataclasses.field(default_factory=dict)
@@ -115,7 +114,6 @@ class TaskRewards:
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
     column_names: tuple[str, ...] = ()
-    conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
 
 class ResolvedReward(NamedTuple):
@@ -144,7 +142,7 @@ class ResolvedRewards(NamedTuple):
     """Rewards that a run maximises, and measures that it only watches.
 
     Attributes:
-        sections: N rewards as configured, their conditions resolved.
+        sections: N rewards as configured.
         maximised: A function for each.
         watched: W measures.
         eval_rewards: Their names as configured: an import path in full.
@@ -202,7 +200,7 @@ def resolve_rewards(
         functions: By label, in place of the sections' names.
         iterations: Of the run, as rewards with an argument `trainer_state` see it.
     """
-    sections = source.conditions(sections or source.defaults)
+    sections = sections or source.defaults
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
 
@@ -248,10 +246,7 @@ def resolve_rewards(
         maximised.append(reward._replace(name=section.called, messages=section.messages))
     names = (*(eval_rewards or source.watched), *source.always_watched)
     watched = tuple(find(name, {}, "eval_rewards") for name in names)
-    without_none = tuple(
-        section.replace(condition_on=None) if section.condition_on == "none" else section for section in sections
-    )
-    return ResolvedRewards(without_none, tuple(maximised), watched, names, RewardProgress(iterations))
+    return ResolvedRewards(tuple(sections), tuple(maximised), watched, names, RewardProgress(iterations))
 
 
 def require_columns(

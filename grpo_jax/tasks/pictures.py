@@ -117,16 +117,6 @@ class Length:
         return -np.maximum(0.0, tokens - limit) / window
 
 
-def quality(
-    prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
-) -> np.ndarray:
-    """Aesthetic score of the picture, whatever it shows: a head on the scorer's features.
-
-    Meant to be conditioned on alignment: a beautiful picture of something else is no success.
-    """
-    return _values(scorer.quality(images))
-
-
 def questions(
     prompts: list[str],
     completions: list[str],
@@ -224,7 +214,6 @@ REWARDS = {
     "alignment_gain": alignment_gain,
     "faithfulness": Faithfulness,
     "length": Length,
-    "quality": quality,
     "questions": questions,
     "soft_tifa": soft_tifa,
     "geneval": geneval,
@@ -233,36 +222,12 @@ REWARDS = {
 """Rewards by their name in a config."""
 
 
-def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
-    """Return the sections, quality counted only where alignment is reached unless the config says otherwise.
-
-    That is where the picture fits the prompt at least as well as the unchanged prompt's (gain ≥ 0). For `alignment`
-    alone no threshold suits every scorer: CLIP ViT-B/32 gives a fitting picture about 0.3 and a wrong one below 0.2,
-    hence 0.25. Quality without either is a UserError.
-    """
-    names = [section.name for section in sections]
-    thresholds = {"alignment_gain": 0.0, "alignment": 0.25}
-    condition = next((name for name in thresholds if name in names), None)
-    resolved = []
-    for section in sections:
-        if section.condition_on is None and section.name == "quality":
-            if condition is None:
-                raise UserError(
-                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
-                    "alignment_gain among the rewards, or say condition_on: none"
-                )
-            section = section.replace(condition_on=condition, threshold=thresholds[condition])
-        resolved.append(section)
-    return tuple(resolved)
-
-
 class PictureTask(Task):
     """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     invalid: Invalid = "worst"
-    """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
-    the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
-    ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
+    """Rewards of an invalid answer (empty, a refusal, endless thinking): "worst", the lowest of its group's valid
+    answers, for each reward; "missing", none; "prompt", those of the user's prompt, rendered in its place."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
@@ -285,20 +250,12 @@ class PictureTask(Task):
         for name in ("renderer", "scorer"):
             require(name in config.judges, f"judges.{name}", "a judge", None)
         names = [*(reward.name for reward in config.rewards), *config.eval_rewards]
-        head = getattr(config.judges["scorer"], "quality_head", None)
-        require(
-            "quality" not in names or head is not None,
-            "rewards.quality",
-            "judges.scorer.quality_head to name a safetensors file",
-            head,
-        )
         require(
             "pixel_accuracy" not in names or config.data.prompts in (MINIATURE, SCENES),
             "eval_rewards.pixel_accuracy",
             f'the prompts it knows, data.prompts "{MINIATURE}" or "{SCENES}"',
             config.data.prompts,
         )
-        conditioned(config.rewards)
 
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
@@ -310,7 +267,7 @@ def picture_data(config: Config, prompts: PromptSet, defaults: Sequence[RewardSe
     """Return prompts, rewards and renderer of a task whose texts are drawn; the judges come later."""
     return TaskData(
         prompts,
-        TaskRewards(REWARDS, defaults=defaults, conditions=conditioned),
+        TaskRewards(REWARDS, defaults=defaults),
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
         invalid=config.task.invalid,
     )

@@ -41,8 +41,8 @@ class PromptRefinement(PictureTask):
     observation: str = ""
     """Message between two turns, with {prompt} for the user's prompt; empty for a request to fix the mistakes."""
     shown: Shown = "drawn"
-    """What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none", or that
-    of an "other" user's prompt. The last two are controls."""
+    """Picture between two turns: the one of the policy's prompt ("drawn"), "none", or one of an "other" user's prompt.
+    The last two are controls."""
 
     def check(self, config: Config) -> None:
         """Refuse settings that no picture task has, and a single turn."""

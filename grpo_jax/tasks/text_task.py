@@ -22,14 +22,12 @@ class Text(Task):
     """Any Hugging Face folder, prompts from a file, rewards by import path."""
 
     environment: str = ""
-    """What answers the policy between its turns (sampling.turns), package.module:function or file.py:function:
-    step(rows, episodes) → an observation for each, its text alone, or None if it is done. Tools that data.tools
-    names answer by themselves."""
+    """Environment between turns (sampling.turns), package.module:function or file.py:function: step(rows, episodes) →
+    for each an observation, its text alone, or None at the end. data.tools need none."""
     pictures: bool = False
-    """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""
+    """The environment shows pictures: load the policy's vision tower."""
     seeds: PositiveCount = 1024
-    """Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for held-out
-    ones."""
+    """Number of prompts of a class of data.tools without data.prompts; a sixteenth as many are held out."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 

@@ -36,7 +36,7 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """Something the user can fix: each line says what is wrong and what to do. Commands exit with 2."""
+    """A mistake that the user can fix: each line names it and its remedy. Commands exit with 2."""
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.args))
@@ -64,7 +64,7 @@ class Problems:
 
 
 class FieldError(UserError, ValueError):
-    """A field holds what it may not: as a ValueError it is one of those that pydantic collects."""
+    """An invalid value of a field; as a ValueError it is one of those that pydantic collects."""
 
 
 class StopRun(UserError):
@@ -154,7 +154,7 @@ def extras_named() -> Iterator[None]:
 
 
 def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with what all commands have: --version, --debug, and --run and --checkpoint of a run."""
+    """Return a parser with the options of all commands: --version, --debug, and --run and --checkpoint of a run."""
     parser = argparse.ArgumentParser(prog=f"grpo {command}", description=description)
     if reads_run:
         parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
@@ -228,7 +228,7 @@ def _lines_of(error: Exception) -> Sequence[object] | None:
     if not exhausted and type(error).__name__ != "OutOfMemoryError":
         return None
     whose = "the policy" if sampling or exhausted else "a judge in PyTorch"
-    return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
+    return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` shows a run's memory"]
 
 
 def complain(text: str) -> None:

@@ -22,9 +22,9 @@ class Vqa(Judge):
     path: str
     """Folder or hub id of an image-text-to-text model of transformers with a chat template."""
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
-    """What is asked where a reward compares a picture and a prompt; {prompt} stands for the prompt."""
+    """Question of a reward that compares a picture and a prompt, with {prompt} for the prompt."""
     answer: str = "Yes"
-    """What a reply begins with that says yes."""
+    """Beginning of a reply that means yes."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of its weights."""
     batch_size: PositiveCount = resume_mutable(8)

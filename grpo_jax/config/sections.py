@@ -32,7 +32,7 @@ TODAY = "today"
 """Key of data.chat_template_options for the date in a chat template."""
 
 Dtype = Literal["float32", "bfloat16"]
-Precision = Literal["default", "high", "highest"]
+Precision = Literal["default", "high", "highest", "bfloat16"]
 
 
 class LoraSection(Section):
@@ -117,7 +117,8 @@ class PolicySection(Section):
     """Type of the activations."""
     matmul_precision: Precision | None = None
     """Precision of matrix products (jax.default_matmul_precision). null: "highest" with compute_dtype float32, else
-    JAX's default. Below "highest" GPUs use TF32 and TPUs bfloat16. PyTorch judges follow: "highest" is full float32."""
+    JAX's default. Below "highest" GPUs use TF32 and TPUs bfloat16; "bfloat16" rounds factors on a CPU too
+    (docs/speed.md). PyTorch judges follow: "highest" is full float32."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
     """"auto" uses Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
     frozen_dtype: Dtype = "float32"

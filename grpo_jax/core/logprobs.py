@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from grpo_jax.core.masking import as_mask, check_shape
+from grpo_jax.core.products import narrow_outer
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
 
@@ -153,6 +154,7 @@ def _backward(scaling, residuals, cotangents):
     temperature, softcap, precision = scaling
     weights = head.astype(hidden.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=wide(hidden.dtype))
+    outer = partial(product, "cd,cv->dv")
 
     def one(head_gradient, index):
         per_token = (hidden, tokens, normaliser, entropy, *cotangents)
@@ -175,7 +177,10 @@ def _backward(scaling, residuals, cotangents):
         gradient = gradient.astype(hidden.dtype)
         state_gradient = product("cv,vd->cd", gradient, weights)
         # Summed as its transpose: on CPU the product of a tall left side is half as fast.
-        head_gradient += product("cd,cv->dv", states, gradient)
+        if states.dtype == jnp.bfloat16:
+            head_gradient += jax.lax.platform_dependent(states, gradient, cpu=narrow_outer, default=outer)
+        else:
+            head_gradient += outer(states, gradient)
         return head_gradient, state_gradient.astype(hidden.dtype)
 
     start = jnp.zeros(head.shape[::-1], wide(hidden.dtype))

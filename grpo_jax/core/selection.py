@@ -107,7 +107,7 @@ def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
 def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
     """The groups that teach something: in at least one objective two present rewards differ.
 
-    What dynamic sampling keeps (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per
+    Groups of dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per
     objective, as GDPO learns: a group whose sums are equal is kept. For GRPO give the sums, `[P, G]`.
 
     Args:

@@ -234,7 +234,7 @@ def run_programs(
     shown: Shown | None,
     platform: str | None = None,
 ) -> dict[str, Program]:
-    """Return what a run compiles, by name: vision, sample, turn, logprobs, update."""
+    """Return a run's programs, by name: vision, sample, turn, logprobs, update."""
     policy = Policy.from_section(config.policy, model, mesh, platform)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     programs = _sampling_programs(config, policy, state, shown)

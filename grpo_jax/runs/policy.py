@@ -153,7 +153,8 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
         tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
     place = ", ".join(map(str, devices))
     precision = policy.precision
-    rounded = "" if precision is None or devices[0].platform == "cpu" else f" (matmul_precision {precision})"
+    ignored = devices[0].platform == "cpu" and precision != "bfloat16"
+    rounded = "" if precision is None or ignored else f" (matmul_precision {precision})"
     return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{rounded}{trained}, on {place}"
 
 

@@ -124,7 +124,7 @@ def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndar
 
 
 def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool = False) -> Callable[..., PyTree]:
-    """Gather what a sampler returns; of an episode sampler what it carries stays where it is."""
+    """Gather a sampler's results; the carried state of an episode sampler stays in place."""
 
     def gathered(*arguments: PyTree, **named: PyTree) -> PyTree:
         made = sample(*arguments, **named)

@@ -121,7 +121,7 @@ def _take(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [k, R] sorted downwards; what falls out becomes -inf."""
+    """Top-p and min-p on logits [k, R] in descending order; excluded logits become -inf."""
     if params.top_p < 1:
         probs = jax.nn.softmax(values, axis=0)
         values = jnp.where(jnp.cumsum(probs, axis=0) - probs < params.top_p, values, -jnp.inf)
@@ -129,7 +129,7 @@ def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
 
 
 def _restrict(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [V, R] in any order; what falls out becomes -inf."""
+    """Top-p and min-p on logits [V, R] in any order; excluded logits become -inf."""
     if params.top_p < 1:
         probs = jnp.exp(logits - jnp.max(logits, axis=0))
         logits = jnp.where(probs >= _nucleus_threshold(probs, params.top_p), logits, -jnp.inf)

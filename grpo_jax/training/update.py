@@ -60,7 +60,7 @@ def make_train_step(
     grad_accumulation_steps: int = 1,
     adapt: Callable[[EntropyControl, jax.Array], EntropyControl] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Make one optimizer update as one compiled function; what it changes is donated.
+    """Make one optimizer update as one compiled function; changed arrays are donated.
 
     An update whose loss or gradient is not finite is left out and counted (`skipped`): weights, moments and counts
     stay. optax.apply_if_finite would let it through after a few.

@@ -25,6 +25,7 @@ TABLE = f"""
 --algorithm.clip_low=2 | algorithm.clip_low: expected a number <= 1, got '2'
 --ppo.gae_lambda=nan | ppo.gae_lambda: expected a finite number
 --training.max_steps=2.5 | training.max_steps: expected a whole number, got '2.5'
+--policy.matmul_precision=half | policy.matmul_precision: expected 'default', 'high', 'highest' or 'bfloat16', got
 --policy.lora.vision=2 | policy.lora.vision: expected true or false, got '2'
 --optimizer.learning_rate=fast | optimizer.learning_rate: expected a number, got 'fast'
 --policy.lora=3 | policy.lora: expected a mapping, got '3'

@@ -12,12 +12,12 @@ from support.encoded_prompts import left_padded
 from support.folders import load_folder
 
 from bridges import miniature
-from bridges.miniature import world
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.selection import importance_weights
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
+from scripts.miniature import speech
 
 PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
 SETTINGS = {
@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 
 def encode(tokenizer, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Sixteen captions behind the chat template; a policy that rewrites them repeats their words."""
-    asked = [[{"role": "user", "content": row["oracle"]}] for row in world.prompts("test", 16)]
+    asked = [[{"role": "user", "content": row["oracle"]}] for row in speech.prompts("test", 16)]
     ids = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
     return left_padded(ids, pad_id)
 

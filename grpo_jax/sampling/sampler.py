@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.models.attention import Cache, Prefix
+from grpo_jax.models.jitted import Jitted
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP
 from grpo_jax.models.variables import PyTree, Variables, numbered
@@ -144,7 +145,7 @@ def make_sampler(
     ends = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
-    @jax.jit
+    @Jitted
     def write(stops: jax.Array | None, trie: Trie | None, variables: Variables, *prompts: PyTree) -> Samples:
         batch = PromptBatch(*prompts)
         return write_completions(policy, params, ends._replace(stops=stops, trie=trie), variables, batch).samples
@@ -225,7 +226,7 @@ def over_buckets(write: Callable[..., Written], policy: Policy, pad_id: int, len
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
         padded = pad_to_bucket(tokens, mask, keys, pad_id, shares=shares_of(policy))
         samples = write(numbered(variables), *padded, pad_rows(pictures, len(padded[0])))
-        return jax.tree.map(lambda x: x[: len(tokens)], samples)
+        return samples if len(padded[0]) == len(tokens) else jax.tree.map(lambda x: x[: len(tokens)], samples)
 
     return sample
 

@@ -16,6 +16,7 @@ import numpy as np
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import sum_rewards
 from grpo_jax.core.selection import without_truncated
+from grpo_jax.models.jitted import placed
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 from grpo_jax.sampling.sampler import Samples
@@ -250,6 +251,11 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
     prompts = batch.tokens.shape[0]
     order = jax.random.permutation(key, prompts).reshape(count, prompts // count)
     return [jax.tree.map(lambda array, rows=rows: array[rows], batch) for rows in order]
+
+
+def minibatch_shapes(batch: Batch, count: int) -> Batch:
+    """Return the shapes of a minibatch, of arrays or their shapes."""
+    return batch if count == 1 else jax.tree.map(lambda x: placed(x, x.sharding, len(x) // count), batch)
 
 
 def micro_batches(batch: Batch, parts: int) -> Batch:

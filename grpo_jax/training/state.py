@@ -181,7 +181,7 @@ def saved_parts(state: TrainState) -> dict[str, PyTree]:
 def free_buffers(tree: PyTree) -> None:
     """Free a tree's arrays, whoever else refers to them. Shapes, dtypes and places stay; tracers hold no memory."""
     for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.delete()
 
 

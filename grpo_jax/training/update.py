@@ -20,10 +20,11 @@ from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.trie import Trie
+from grpo_jax.models.jitted import Jitted, placed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
 from grpo_jax.models.variables import PyTree, Variables
-from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
+from grpo_jax.training.batch import Batch, micro_batches, minibatch_shapes, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
     ForwardPass,
@@ -96,14 +97,14 @@ def make_train_step(
             report["entropy_coef"] = after.entropy_control.coef
         return after, report
 
-    compiled = jax.jit(compute, donate_argnums=0)
+    compiled = Jitted(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # What no update changes stays outside what is donated: it may be shared, and is never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
         before = state._replace(variables=trained, reference=None, rollout_weights=None)
-        after, report = compiled(before, frozen, batch)
+        after, report = compiled.ready(before, frozen, batch)(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
         free_buffers(before)
         unchanged = {"reference": state.reference, "rollout_weights": state.rollout_weights}
@@ -138,7 +139,7 @@ def make_forward_step(
         parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, grad_accumulation_steps))
         return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
-    compiled = jax.jit(step)
+    compiled = Jitted(step)
     # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
@@ -172,7 +173,7 @@ def make_token_weights(
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
         return weights, mean, clipped
 
-    return jax.jit(weigh)
+    return Jitted(weigh)
 
 
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
@@ -269,9 +270,10 @@ def make_update(
     max_new_tokens: int,
     ppo: PPOSection = PPOSection(),
     **distribution: Any,
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]:
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
+    Of a state's shapes, without a key, it only compiles.
     `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
     "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, "measured"
     (`make_preparation`), and "advantages" [P, G] or [P, G, T].
@@ -280,8 +282,10 @@ def make_update(
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare = make_preparation(forward, algorithm, ppo, training)
 
-    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, key: jax.Array | None) -> tuple[TrainState, Metrics]:
         batch, measured = prepare(state, batch)
+        if key is None:
+            return step(state, minibatch_shapes(batch, training.minibatches))
         reports = []
         for epoch in range(training.inner_epochs):
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
@@ -310,7 +314,7 @@ class Learner:
     policy: Policy
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
-    update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
+    update: Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]
 
     @property
     def updates_per_iteration(self) -> int:
@@ -322,6 +326,15 @@ class Learner:
 
         If they are not the reference, `variables` can be read until the first update only.
         """
+        state = commit_to_device(shard(self._fresh(variables), self.policy.mesh))
+        return state._replace(rollout_weights=rollout_copy(state)) if self.config.training.async_level else state
+
+    def shapes(self, variables: Variables) -> TrainState:
+        """Return the shapes of the initial state on one device, without the weights that sample ahead."""
+        place = jax.tree.leaves(variables)[0].sharding
+        return jax.tree.map(lambda leaf: placed(leaf, place), jax.eval_shape(self._fresh, variables))
+
+    def _fresh(self, variables: Variables) -> TrainState:
         config, every = self.config, self.config.algorithm.update_ref_every
         state = init_state(
             variables,
@@ -335,8 +348,7 @@ class Learner:
         if config.algorithm.entropy_target is not None:
             start = EntropyControl(jnp.float32(config.algorithm.entropy_coef), jnp.float32(0))
             state = state._replace(entropy_control=start)
-        state = commit_to_device(shard(state, self.policy.mesh))
-        return state._replace(rollout_weights=rollout_copy(state)) if config.training.async_level else state
+        return state
 
     def learning_rate(self, state: TrainState) -> float:
         """Return that of the next update, by the updates that were made: a skipped one is not counted."""

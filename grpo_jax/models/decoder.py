@@ -140,7 +140,7 @@ def init_variables(
 
 
 def joined_config(config: ModelConfig) -> ModelConfig:
-    """The config of the decoder that reads what `join_projections` returns."""
+    """The config of the decoder that reads the result of `join_projections`."""
     return dataclasses.replace(config, fused=True) if isinstance(config, DecoderConfig) else config
 
 

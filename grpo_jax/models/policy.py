@@ -64,7 +64,7 @@ class Policy:
         matmul_precision: Of products of matrices and their gradients; see `precision_of`, `products`.
         attn_implementation: ``eager`` for scores and softmax as products; ``auto`` for Pallas kernels where there are
             any (see `choose_attention`).
-        platform: What the methods are compiled for (`platform_of`); by default JAX's first device.
+        platform: Platform of the compiled methods (`platform_of`); by default of JAX's first device.
         source: The Hugging Face folder as read, without weights; None unless `load_policy` made the policy.
         variables: The weights as loaded, on their devices.
     """

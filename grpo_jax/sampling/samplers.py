@@ -67,7 +67,7 @@ def make_samplers(
     ends = named_ends(section, policy.folder, allowed)
     rank = None
     if trie is not None:
-        require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
+        require(section.turns == 1, "sampling.turns", "1: the task lists the possible texts", section.turns)
         rank = _gathered(make_ranker(policy, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
     def sampler(

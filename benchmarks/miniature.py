@@ -50,6 +50,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     """A single run in this process."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
+    from grpo_jax.runs.ahead import compile_ahead
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.session import Callbacks, Session, stop_requests
@@ -58,7 +59,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        ctx = load(config, info=output.info)
+        ctx = load(config, info=output.info, ahead=compile_ahead)
         if variant.endswith("shuffled"):
             ctx = ctx._replace(fns=ctx.fns._replace(score=shuffled(ctx.fns.score, seed)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:

@@ -33,7 +33,7 @@ def model(request) -> Tiny:
 
 
 each_architecture = pytest.mark.parametrize("model", CONFIGS, indirect=True)
-each_cache = pytest.mark.parametrize("model", [*CONFIGS, ONE_HEAD], indirect=True)
+each_cache = pytest.mark.parametrize("model", [*CONFIGS, pytest.param(ONE_HEAD, marks=pytest.mark.wide)], indirect=True)
 
 
 @each_cache

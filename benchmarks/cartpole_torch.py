@@ -28,6 +28,7 @@ from grpo_jax.config.command_line import load_config
 from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 from grpo_jax.tasks.cartpole.training import (
     CLIP,
+    ENTROPY_COEF,
     ENVIRONMENTS,
     EPISODES,
     GAE_LAMBDA,
@@ -192,7 +193,7 @@ def policy_loss(policy: nn.Module, batch: Batch, settings: CartPoleAlgorithm) ->
     loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
     if settings.name != "ppo":
         loss = loss + KL_COEF * (torch.expm1(difference) - difference).mean()
-    return loss - settings.entropy_coef * entropy.mean()
+    return loss - ENTROPY_COEF * entropy.mean()
 
 
 def value_loss(value: nn.Module, batch: Batch) -> Tensor:

@@ -143,8 +143,8 @@ def run_ray(folder, repeats, replicas):
 
     ray_cluster.join(None, object_store=256 * 2**20)
     judge, pool = bench_service()(str(folder), "given"), PoolSection(replicas=replicas, batch_timeout=0.0)
-    actors = ray_pool.start_actors("bench", judge, pool, named=True)
-    backend = service.RayBackend(RetrievalSection(backend="ray", service="bench", timeout=600.0), actors)
+    actors = ray_pool.start_actors(service.SERVICE, judge, pool, named=True)
+    backend = service.RayBackend(RetrievalSection(backend="ray"), actors)
     warm_up, speed = ask(backend, folder, repeats)
     import ray
 

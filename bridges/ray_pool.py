@@ -71,7 +71,7 @@ class Pooled:
             raise UserError(f"{name}{'.address' if pool.address else ''}: {error}") from error
         actors = start_actors(name, self.judge, pool)
         try:
-            about = described(actors, START_SECONDS)
+            about = described(actors)
         except PoolLost as error:  # nothing has begun that could be saved
             raise UserError(f"{name}: {error}; the pool did not start (see `ray status`)") from error
         kind = RayPool if about[-1] is None else PooledReward
@@ -325,11 +325,11 @@ def start_actors(name: str, judge: Any, section: PoolSection, *, named: bool = F
         raise UserError(f"{name}.resources, runtime_env: {told(error)}") from error
 
 
-def described(actors: Sequence[Any], seconds: float) -> Description:
+def described(actors: Sequence[Any]) -> Description:
     """Wait until actors have loaded, and describe the judge; an error of loading is raised as it was."""
     import ray
 
     try:
-        return attempt(ray.get, [handle.describe.remote() for handle in actors], timeout=seconds)[0]
+        return attempt(ray.get, [handle.describe.remote() for handle in actors], timeout=START_SECONDS)[0]
     except TimeoutError as error:
-        raise PoolLost(f"no answer within {seconds:g} s") from error
+        raise PoolLost(f"no answer within {START_SECONDS:g} s") from error

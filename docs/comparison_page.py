@@ -149,8 +149,8 @@ PAGE = """# PPO, GRPO and GDPO on one page
 [`docs/comparison.json`](comparison.json):
 
     pip install -e ".[cartpole,figures]"
-    python docs/make_comparison.py                                   # trains on CartPole, rewrites this page
-    python docs/make_comparison.py --draw_only                       # from the kept figures
+    python docs/make_comparison.py                 # trains on CartPole, rewrites this page
+    python docs/make_comparison.py --draw_only     # from the kept figures
 
 {where}
 

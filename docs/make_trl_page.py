@@ -17,7 +17,7 @@ TITLES = {
     "## Of transformers' `TrainingArguments`": other_names.TRAINING_ARGUMENTS,
     "## Of its command line": other_names.COMMAND,
     "## Options of older GRPO scripts": other_names.OLDER_SCRIPTS,
-    "## What older scripts log": other_names.METRICS,
+    "## Metrics of older scripts": other_names.METRICS,
 }
 
 

@@ -1,4 +1,4 @@
-"""What the site takes from outside docs/: pages that stand elsewhere, and links to the repository's other files."""
+"""Take pages and links from outside docs/ into the site; its first page begins with the README."""
 
 import posixpath
 import re
@@ -19,12 +19,19 @@ def on_files(files, config):
     return files
 
 
+def story():
+    """Returns the README without its last links: the beginning of the first page."""
+    return (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Further\n")[0]
+
+
 def on_page_markdown(markdown, page, config, files):
     """Makes each link, which is right in the repository, lead to a page of the site or to the repository's file."""
     here = page.file.src_uri
-    folder = posixpath.dirname(ORIGINS.get(here, f"docs/{here}"))
 
-    def lead(link: re.Match) -> str:
+    def leads(text: str, folder: str) -> str:
+        return LINK.sub(lambda link: lead(link, folder), text)
+
+    def lead(link: re.Match, folder: str) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[1]))
         inside = files.get_file_from_path(PAGES.get(target, target.removeprefix("docs/")))
         if inside and inside.inclusion.is_included():
@@ -35,4 +42,6 @@ def on_page_markdown(markdown, page, config, files):
             return link[0]  # for the build to complain of
         return f"]({way}{link[2] or ''})"
 
-    return LINK.sub(lead, markdown)
+    if here == "index.md":
+        return leads(story(), "") + "\n\n" + leads(markdown[markdown.index("## ") :], "docs")
+    return leads(markdown, posixpath.dirname(ORIGINS.get(here, f"docs/{here}")))

@@ -8,24 +8,26 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax import demo, evaluate, export, predict, recommend, report, train
+from grpo_jax import completion, demo, evaluate, export, predict, recommend, report, train
 from grpo_jax.errors import UserError, exit_process, run_cli, short_name, version
 from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
 
-  train      train a policy: --config FILE, --task NAME, --run_dir DIR, --section.field VALUE
-  resume     go on with a run: resume DIR, --training.max_steps 200
-  plan       say what a run needs on each device, and whether it fits: as train, --device_memory_gib 80,80
-  evaluate   measure a run's policy on its held-out prompts: --run DIR
-  export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
-  predict    ask a run's policy: --run DIR --prompt TEXT, or --file FILE
-  demo       a page on this machine that asks a run: --run DIR
-  report     write a run's report.html again: DIR [--out FILE]
-  recommend  ask a run that recommends for items: --run DIR --history "title | title"
+  train       train a policy: --config FILE, --task NAME, --run_dir DIR, --section.field VALUE
+  resume      continue a run: resume DIR, --training.max_steps 200
+  plan        show a run's memory on each device, with the options of train: --device_memory_gib 80,80
+  evaluate    measure a run's policy on its held-out prompts: --run DIR
+  export      write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
+  predict     answer prompts with a run's policy: --run DIR --prompt TEXT, or --file FILE
+  demo        serve a page on this machine to try a run's policy: --run DIR
+  report      write a run's report.html again: DIR [--out FILE]
+  recommend   recommend items with a run's policy: --run DIR --history "title | title"
+  completion  print a script that completes these words: source <(grpo completion bash|zsh)
 
-COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_READ_A_RUN = {
+grpo COMMAND --help lists the options. In Python: from grpo_jax import make_config, run, load_rewriter"""
+_OTHERS = {
+    "completion": completion.main,
     "demo": demo.main,
     "evaluate": evaluate.main,
     "export": export.main,
@@ -33,7 +35,7 @@ _READ_A_RUN = {
     "report": report.main,
     "recommend": recommend.main,
 }
-_COMMANDS = ("train", "resume", "plan", *_READ_A_RUN)
+_COMMANDS = ("train", "resume", "plan", *_OTHERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train.main([PLAN, *rest])
     if name == "resume" and rest and (rest[0] in ("-h", "--help") or not rest[0].startswith("-")):
         return train.main(["--resume", *([] if rest[0].startswith("-") else ["--run_dir"]), *rest])
-    if name in _READ_A_RUN:
-        return _READ_A_RUN[name](rest)
+    if name in _OTHERS:
+        return _OTHERS[name](rest)
     if name in ("-h", "--help", "help", "--version"):
         print(version() if name == "--version" else _HELP)
         return 0

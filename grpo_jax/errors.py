@@ -155,7 +155,7 @@ def extras_named() -> Iterator[None]:
 
 def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:
     """Return a parser with what all commands have: --version, --debug, and --run and --checkpoint of a run."""
-    parser = argparse.ArgumentParser(prog=f"python -m grpo_jax.{command}", description=description)
+    parser = argparse.ArgumentParser(prog=f"grpo {command}", description=description)
     if reads_run:
         parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
         parser.add_argument(

@@ -97,8 +97,8 @@ CHECKS = {
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],
     "ray": [
-        text_task("run", "--judges.brief=function", "--judges.brief.name=reward.py:brief", "--judges.brief.replicas=2",
-                  "--rewards=[{name: brief}]"),
+        text_task("run", "--judges.brief=function", "--judges.brief.name=reward.py:brief",
+                  "--judges.brief.pool.replicas=2", "--rewards=[{name: brief}]"),
     ],
     "recommendation": [
         Check(

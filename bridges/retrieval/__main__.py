@@ -21,14 +21,13 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add_argument("command", choices=["serve"], help="start a service, until Ctrl-C")
     parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
     parser.add_argument("--encoder", default="tfidf", help='"tfidf", a sentence-transformers folder, or its name')
-    parser.add_argument("--service", default="retrieval", help="name that training looks for")
     parser.add_argument("--replicas", type=int, default=1, help="actors that share the queries")
     parser.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
     parser.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
     parser.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
     asked = parser.parse_args(arguments)
-    section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
+    section = RetrievalSection(backend="ray", encoder=asked.encoder, cache=asked.cache)
     resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
     pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
     _, titles = read_catalogue_file(asked.catalogue)
@@ -41,7 +40,7 @@ def serve(arguments: Sequence[str]) -> None:
     print(f"catalogue   {backend.fingerprint.catalogue}")
     print(f"encoder     {section.encoder} ({backend.fingerprint.encoder})")
     print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
-    print(f"serving     {section.service!r} in {asked.replicas} actors; Ctrl-C ends it", flush=True)
+    print(f"serving     in {asked.replicas} actors; Ctrl-C ends it", flush=True)
     stop.wait()
 
 

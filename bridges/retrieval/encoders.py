@@ -33,7 +33,7 @@ class RetrievalError(RuntimeError):
 
 
 class ServiceNotFound(RetrievalError, UserError):
-    """No retrieval service of that name runs; the message says how to start one."""
+    """No retrieval service runs there; the message says how to start one."""
 
 
 class TfidfEncoder:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bridges import ray_cluster
-from bridges.ray_pool import START_SECONDS, RayPool, described, start_actors
+from bridges.ray_pool import RayPool, described, start_actors
 from bridges.retrieval.encoders import (
     Fingerprint,
     RetrievalError,
@@ -23,6 +23,11 @@ from bridges.retrieval.ranking import Counts, LocalBackend, Queries
 from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
+
+SERVICE = "retrieval"
+"""Name of the actors on their cluster, which a number follows."""
+TIMEOUT = 600.0
+"""Seconds one attempt of a call may take; an actor that died is noticed at once."""
 
 
 class RankService:
@@ -57,9 +62,9 @@ class RayBackend:
         """Count within the timeout; after a call that failed cluster and actors are looked up again."""
         pool, self._pool = self._pool or _found(self._section), None
         if pool.fingerprint != self.fingerprint:  # it was started again by hand
-            raise StopRun(f"the retrieval service {self._section.service!r} was started again with {pool.fingerprint}")
+            raise StopRun(f"the retrieval service was started again with {pool.fingerprint}")
         try:
-            counts = pool.run("count", [((part,), {}) for part in parts], self._section.timeout)
+            counts = pool.run("count", [((part,), {}) for part in parts], TIMEOUT)
         except RetrievalError:  # raised in an actor
             raise
         except ray_cluster.PoolLost as error:
@@ -72,30 +77,29 @@ class RayBackend:
 
 def _found(section: RetrievalSection) -> RayPool:
     """Join the cluster of a service, and find its actors by their names."""
-    service = section.service
     try:
         if section.address is None and ray_cluster.is_gone():  # Ray would find any cluster
             raise UserError("no cluster is joined without task.retrieval.address")
         ray_cluster.join(section.address)
-        actors = list(itertools.takewhile(bool, (_find_actor(service, number) for number in itertools.count())))
+        actors = list(itertools.takewhile(bool, (_find_actor(number) for number in itertools.count())))
         if not actors:
             raise UserError("the cluster has no actor of that name")
-        description = described(actors, max(section.timeout, START_SECONDS))
+        description = described(actors)
     except (UserError, ray_cluster.ActorLost) as error:  # a dead one has its name until its `serve` ends
         raise ServiceNotFound(
-            f"RetrievalService not found: {service!r} ({error}); start the service with: python -m bridges.retrieval "
-            f"serve --catalogue FILE --service {service}, and give the address that it prints"
+            f"no retrieval service was found ({error}); start it with: python -m bridges.retrieval serve "
+            "--catalogue FILE, and give the address that it prints"
         ) from error
     except ray_cluster.PoolLost as error:
         raise RetrievalError(str(error)) from error
-    return RayPool(service, actors, description)
+    return RayPool(SERVICE, actors, description)
 
 
-def _find_actor(service: str, number: int) -> Any | None:
+def _find_actor(number: int) -> Any | None:
     import ray
 
     with suppress(ValueError):
-        return ray_cluster.attempt(ray.get_actor, f"{service}-{number}", namespace=ray_cluster.NAMESPACE)
+        return ray_cluster.attempt(ray.get_actor, f"{SERVICE}-{number}", namespace=ray_cluster.NAMESPACE)
 
 
 def connect(titles: Sequence[str], section: RetrievalSection) -> RayBackend:
@@ -105,22 +109,22 @@ def connect(titles: Sequence[str], section: RetrievalSection) -> RayBackend:
     theirs = (backend.encoder, backend.fingerprint.catalogue)
     if theirs != ours:
         has, wants = (" and ".join(one) for one in (theirs, ours))
-        raise UserError(f"the retrieval service {section.service!r} has the encoder {has}; this run has {wants}")
+        raise UserError(f"the retrieval service has the encoder {has}; this run has {wants}")
     return backend
 
 
 def start_service(titles: Sequence[str], section: RetrievalSection, pool: PoolSection) -> RayBackend:
     """Make or find the catalogue's vectors in the cache and start the actors that serve them.
 
-    They live as long as this process. UserError if the service's name is taken, or the cluster has no room for it.
+    They live as long as this process. UserError if one serves the cluster already, or the cluster has no room for it.
     Every node must see the section's cache (None: `cache_folder()`).
     """
     ray_cluster.join(pool.address, object_store=256 * 2**20)  # only queries and counts pass through it
-    if _find_actor(section.service, 0) is not None:
-        raise UserError(f"a retrieval service {section.service!r} runs on this cluster already")
+    if _find_actor(0) is not None:
+        raise UserError("a retrieval service runs on this cluster already")
     name = _absolute(section.encoder)
     index = open_index(titles, load_encoder(name, titles), section.cache or cache_folder())
-    actors = start_actors(section.service, RankService(str(index.folder), name), pool, named=True)
+    actors = start_actors(SERVICE, RankService(str(index.folder), name), pool, named=True)
     try:
         return RayBackend(section, actors)
     except RetrievalError as error:

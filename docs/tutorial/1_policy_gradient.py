@@ -48,7 +48,9 @@ print(f"expected reward {expected_reward(start):.3f}")
 # 1992](https://doi.org/10.1007/BF00992696)).
 
 # %%
-score = jax.vmap(jax.grad(lambda logits, action: jax.nn.log_softmax(logits)[action]), (None, 0))  # ∇log π(a)
+score = jax.vmap(
+    jax.grad(lambda logits, action: jax.nn.log_softmax(logits)[action]), (None, 0)
+)  # ∇log π(a)
 truth = jax.grad(expected_reward)(start)
 print(f"{'the true gradient':>22}", truth)
 
@@ -70,7 +72,9 @@ assert jnp.allclose(estimate, truth, atol=0.03)
 
 def loss(logits, actions, rewards):
     logprobs = jax.nn.log_softmax(logits)[actions][:, None]  # [rows, tokens]
-    return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), rewards, jnp.ones_like(logprobs, bool))[0]
+    return grpo_loss(
+        logprobs, jax.lax.stop_gradient(logprobs), rewards, jnp.ones_like(logprobs, bool)
+    )[0]
 
 
 from_loss = -jax.grad(loss)(start, actions, rewards)
@@ -91,7 +95,10 @@ variances = {}
 for bonus in (0.0, 10.0):
     single = (rewards + bonus)[:, None] * scores
     variances[bonus] = float(single.var(axis=0).sum())
-    print(f"bonus {bonus:4.0f}:  mean {single.mean(axis=0)}  variance of one pull {variances[bonus]:6.2f}")
+    print(
+        f"bonus {bonus:4.0f}:  mean {single.mean(axis=0)}  "
+        f"variance of one pull {variances[bonus]:6.2f}"
+    )
 print(f"squared length of the true gradient {float(truth @ truth):.3f}")
 
 assert variances[10.0] > 20 * variances[0.0]
@@ -108,13 +115,17 @@ def learn(key, bonus, rate=0.05, steps=150, pulls=8):
 
     def step(logits, key):
         actions, rewards = pull(logits, key, pulls)
-        return logits - rate * jax.grad(loss)(logits, actions, rewards + bonus), expected_reward(logits)
+        return logits - rate * jax.grad(loss)(logits, actions, rewards + bonus), expected_reward(
+            logits
+        )
 
     return jax.lax.scan(step, start, jax.random.split(key, steps))[1]
 
 
 keys = jax.random.split(jax.random.key(2), 20)
-curves = {bonus: np.asarray(jax.jit(jax.vmap(learn, (0, None)))(keys, bonus)) for bonus in (0.0, 10.0)}
+curves = {
+    bonus: np.asarray(jax.jit(jax.vmap(learn, (0, None)))(keys, bonus)) for bonus in (0.0, 10.0)
+}
 
 figure, (left, right) = plt.subplots(
     1, 2, figsize=(8, 3), num="Error of the estimate; learning with a bonus and without"
@@ -135,7 +146,10 @@ right.legend(loc="lower right")
 
 ends = {bonus: curve[:, -1] for bonus, curve in curves.items()}
 for bonus, end in ends.items():
-    print(f"bonus {bonus:4.0f}:  after 150 steps the worst of 20 has {end.min():.1f}, the best {end.max():.1f}")
+    print(
+        f"bonus {bonus:4.0f}:  after 150 steps the worst of 20 has {end.min():.1f}, "
+        f"the best {end.max():.1f}"
+    )
 assert np.std(ends[10.0]) > 2 * np.std(ends[0.0])
 
 # %% [markdown]

@@ -26,7 +26,9 @@ def pull(key, group):
     """Actions and rewards of a group for each prompt, both [P, G]."""
     draw, noise = jax.random.split(key)
     actions = jax.random.categorical(draw, logits, shape=(len(PAYS), group))
-    return actions, jnp.take_along_axis(PAYS, actions, axis=1) + 0.5 * jax.random.normal(noise, actions.shape)
+    return actions, jnp.take_along_axis(PAYS, actions, axis=1) + 0.5 * jax.random.normal(
+        noise, actions.shape
+    )
 
 
 def gradient(actions, advantages):
@@ -34,7 +36,9 @@ def gradient(actions, advantages):
 
     def loss(logits):
         logprobs = jax.nn.log_softmax(logits)[actions][..., None]
-        return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, jnp.ones_like(logprobs, bool))[0]
+        return grpo_loss(
+            logprobs, jax.lax.stop_gradient(logprobs), advantages, jnp.ones_like(logprobs, bool)
+        )[0]
 
     return -jax.grad(loss)(logits)
 
@@ -71,8 +75,12 @@ one_group = jnp.array([[1.0, 2.0, 6.0]])
 for name, advantages in BASELINES.items():
     print(f"{name:14}", advantages(one_group)[0])
 
-assert jnp.allclose(leave_one_out_advantages(one_group)[0], jnp.array([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2]))
-assert jnp.allclose(leave_one_out_advantages(one_group), 3 / 2 * group_advantages(one_group, scale="none"))
+assert jnp.allclose(
+    leave_one_out_advantages(one_group)[0], jnp.array([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2])
+)
+assert jnp.allclose(
+    leave_one_out_advantages(one_group), 3 / 2 * group_advantages(one_group, scale="none")
+)
 
 # %% [markdown]
 # Leaving one out is always the group mean's advantage times G / (G - 1).
@@ -95,7 +103,9 @@ def measure(advantages, group, batches=4000):
         return gradient(actions, advantages(rewards))
 
     estimates = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), batches))
-    return float(estimates.mean(axis=0) @ truth / (truth @ truth)), float(estimates.var(axis=0).sum() / (truth @ truth))
+    return float(estimates.mean(axis=0) @ truth / (truth @ truth)), float(
+        estimates.var(axis=0).sum() / (truth @ truth)
+    )
 
 
 measured = {name: measure(advantages, 4) for name, advantages in BASELINES.items()}
@@ -103,8 +113,12 @@ for name, (length, variance) in measured.items():
     print(f"{name:14} length {length:.2f}  variance {variance:6.2f}")
 
 variance = {name: both[1] for name, both in measured.items()}
-assert variance["none"] > variance["batch mean"] > variance["leave one out"] > variance["group mean"]
-assert abs(measured["leave one out"][0] - 1) < 0.03 and abs(measured["group mean"][0] - 3 / 4) < 0.03
+assert (
+    variance["none"] > variance["batch mean"] > variance["leave one out"] > variance["group mean"]
+)
+assert (
+    abs(measured["leave one out"][0] - 1) < 0.03 and abs(measured["group mean"][0] - 3 / 4) < 0.03
+)
 
 # %% [markdown]
 # Most of the variance came from easy and hard prompts; only the prompt's own mean removes it. The group mean's
@@ -113,9 +127,14 @@ assert abs(measured["leave one out"][0] - 1) < 0.03 and abs(measured["group mean
 
 # %%
 groups = (2, 4, 8, 16)
-lengths = {name: [measure(BASELINES[name], g, 2000)[0] for g in groups] for name in ("group mean", "leave one out")}
+lengths = {
+    name: [measure(BASELINES[name], g, 2000)[0] for g in groups]
+    for name in ("group mean", "leave one out")
+}
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), num="Variance by baseline, and bias by size of the group")
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(8, 3), num="Variance by baseline, and bias by size of the group"
+)
 left.bar(list(variance), list(variance.values()), color=["C0", "C1", "C2", "C3"])
 left.set(yscale="log", title="variance / squared length of the gradient")
 left.tick_params(axis="x", labelrotation=15)
@@ -135,8 +154,14 @@ right.legend(loc="lower right")
 print(" right   group mean only     divided by the deviation")
 for right_ones in (1, 2, 4, 6, 7):
     rewards = (jnp.arange(8) < right_ones).astype(float)[None]
-    plain, scaled = group_advantages(rewards, scale="none")[0], group_advantages(rewards, eps=0.0)[0]
-    print(f"{right_ones} of 8   {plain[0]:+.2f} and {plain[-1]:+.2f}      {scaled[0]:+.2f} and {scaled[-1]:+.2f}")
+    plain, scaled = (
+        group_advantages(rewards, scale="none")[0],
+        group_advantages(rewards, eps=0.0)[0],
+    )
+    print(
+        f"{right_ones} of 8   {plain[0]:+.2f} and {plain[-1]:+.2f}      "
+        f"{scaled[0]:+.2f} and {scaled[-1]:+.2f}"
+    )
     assert abs(scaled.std(ddof=1) - 1) < 1e-5
 
 # %% [markdown]

@@ -32,7 +32,10 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # GAE interpolates: A[t] = δ[t] + γ λ A[t+1]. By hand and by the library:
 
 # %%
-rewards, values = jnp.array([1.0, 0.0, 2.0]), jnp.array([0.2, 0.5, 0.4, 0.0])  # V after the end is 0
+rewards, values = (
+    jnp.array([1.0, 0.0, 2.0]),
+    jnp.array([0.2, 0.5, 0.4, 0.0]),
+)  # V after the end is 0
 gamma, gae_lambda = 0.9, 0.8
 
 following = 0.0
@@ -60,9 +63,18 @@ def objective(ratio, advantage):
     return -ppo_loss(logprob, jnp.zeros((1, 1)), jnp.array([advantage]), jnp.ones((1, 1), bool))[0]
 
 
-figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), num="The clipped objective for a good and for a bad action")
+figure, axes = plt.subplots(
+    1, 2, figsize=(8, 2.4), num="The clipped objective for a good and for a bad action"
+)
 for axis, advantage, colour in zip(axes, (1.0, -1.0), ("C2", "C1"), strict=True):
-    axis.plot(ratios, advantage * ratios, ":", ratios, jax.vmap(objective, (0, None))(ratios, advantage), colour)
+    axis.plot(
+        ratios,
+        advantage * ratios,
+        ":",
+        ratios,
+        jax.vmap(objective, (0, None))(ratios, advantage),
+        colour,
+    )
     axis.set(title=f"A = {advantage:+.0f}", xlabel="ratio ρ")
 
 slopes = jax.jit(jax.vmap(jax.grad(objective), (0, None)), static_argnums=1)
@@ -89,11 +101,20 @@ optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
 def judge(params, steps, gae_lambda=0.95, gamma=0.99):
     """Advantages and the critic's targets, [T, B]."""
-    values, following = (critic.apply(params["value"], x) for x in (steps.observations, steps.next_observations))
+    values, following = (
+        critic.apply(params["value"], x) for x in (steps.observations, steps.next_observations)
+    )
     discounts = jnp.where(steps.terminated, 0.0, gamma)  # nothing comes after a fall
     ends = steps.terminated | steps.truncated  # the next step is of another episode
-    how = {"gamma": discounts.T, "gae_lambda": gae_lambda, "boundary": ends.T, "next_values": following.T}
-    advantages = gae_advantages(jnp.ones_like(values).T, values.T, **how).T  # time is the last axis there
+    how = {
+        "gamma": discounts.T,
+        "gae_lambda": gae_lambda,
+        "boundary": ends.T,
+        "next_values": following.T,
+    }
+    advantages = gae_advantages(
+        jnp.ones_like(values).T, values.T, **how
+    ).T  # time is the last axis there
     return advantages, advantages + values
 
 
@@ -102,10 +123,15 @@ def loss(params, steps, advantages, targets):
     everything = jnp.ones_like(steps.actions)
     new, old = (action_logprobs(odds, steps.actions) for odds in (log_odds, steps.log_odds))
     advantages, entropy = masked_whiten(advantages, everything), action_entropy(log_odds)
-    policy_loss, seen = ppo_loss(new, old, advantages, everything, entropy=entropy, entropy_coef=0.01)
+    policy_loss, seen = ppo_loss(
+        new, old, advantages, everything, entropy=entropy, entropy_coef=0.01
+    )
     values = critic.apply(params["value"], steps.observations)
     error, of_value = value_loss(values, None, targets, everything, clip=None)
-    return policy_loss + 0.5 * error, (seen.clip_high.value() + seen.clip_low.value(), of_value.explained_variance())
+    return policy_loss + 0.5 * error, (
+        seen.clip_high.value() + seen.clip_low.value(),
+        of_value.explained_variance(),
+    )
 
 
 def iterate(state, key):
@@ -128,14 +154,22 @@ def iterate(state, key):
 keys = jax.random.split(jax.random.key(0), 33)
 params = {"policy": policy.init(keys[0]), "value": critic.init(keys[1])}
 state = (params, optimizer.init(params), jax.tree.map(jnp.asarray, reset(keys[2], 32)))
-(params, _, carts), (length, clipped, explained) = jax.jit(lambda *x: jax.lax.scan(iterate, *x))(state, keys[3:])
+(params, _, carts), (length, clipped, explained) = jax.jit(lambda *x: jax.lax.scan(iterate, *x))(
+    state, keys[3:]
+)
 
 # %% tags=["learned"]
 print(f"steps upright: {length[0]:.0f} before, {length.max():.0f} at best, of 500")
 assert length[0] < 150 and length.max() > 400
 
-figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), num="PPO on CartPole: return, clipped share, explained variance")
-panels = {"steps upright, greedy": length, "share clipped, last pass": clipped, "explained variance of V": explained}
+figure, axes = plt.subplots(
+    1, 3, figsize=(9, 2.6), num="PPO on CartPole: return, clipped share, explained variance"
+)
+panels = {
+    "steps upright, greedy": length,
+    "share clipped, last pass": clipped,
+    "explained variance of V": explained,
+}
 for axis, (title, curve) in zip(axes, panels.items(), strict=True):
     axis.plot(np.arange(len(curve)) * 128 * 32 / 1000, curve)
     axis.set(title=title, xlabel="thousand steps played", ylim=(min(0, float(curve.min())), None))
@@ -146,8 +180,14 @@ for axis, (title, curve) in zip(axes, panels.items(), strict=True):
 
 # %% tags=["learned"]
 _, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
-spread = {gae_lambda: float(judge(params, steps, gae_lambda)[0].std()) for gae_lambda in (0.0, 0.5, 0.95, 1.0)}
-print("deviation of the advantages:", "  ".join(f"λ {gae_lambda}: {std:.2f}" for gae_lambda, std in spread.items()))
+spread = {
+    gae_lambda: float(judge(params, steps, gae_lambda)[0].std())
+    for gae_lambda in (0.0, 0.5, 0.95, 1.0)
+}
+print(
+    "deviation of the advantages:",
+    "  ".join(f"λ {gae_lambda}: {std:.2f}" for gae_lambda, std in spread.items()),
+)
 assert spread[0.0] < spread[0.95] < spread[1.0]
 
 # %% [markdown]

@@ -32,7 +32,9 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # The library adds a small `eps` to the deviation; here it is 0.
 
 # %%
-rewards = jnp.array([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]])  # [P, G]: a second question, to which all answers are alike
+rewards = jnp.array(
+    [[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]]
+)  # [P, G]: a second question, to which all answers are alike
 advantages = group_advantages(rewards, eps=0.0)
 print(advantages)
 
@@ -71,7 +73,9 @@ assert np.allclose(list(weights.values()), [-1 / 2, -1 / 4, -1 / 6])
 
 # %%
 rows = jnp.full((1, 3, 2), -1.0)
-value, gradient = jax.value_and_grad(lambda x: grpo_loss(x, rows, advantages[:1], jnp.ones_like(x, bool))[0])(rows)
+value, gradient = jax.value_and_grad(
+    lambda x: grpo_loss(x, rows, advantages[:1], jnp.ones_like(x, bool))[0]
+)(rows)
 print(f"loss {abs(float(value)):.4f}, its gradient:")
 print(gradient[0])
 assert abs(value) < 1e-6 and jnp.allclose(gradient, -advantages[:1, :, None] / 6, atol=1e-6)
@@ -115,7 +119,9 @@ def iterate(state, key):
     alive = episodes.mask.T[None]  # [P, G, T]
     returns = discounted_returns(alive.astype(jnp.float32), gamma=0.994, mask=alive)
     advantages = normalised_returns(returns, mask=alive)
-    dead = groups_without_signal(alive.sum(axis=2, dtype=jnp.float32))  # all episodes lasted equally long
+    dead = groups_without_signal(
+        alive.sum(axis=2, dtype=jnp.float32)
+    )  # all episodes lasted equally long
     advantages = jnp.where(dead[:, None, None], 0, advantages)[0].T
 
     def update(state, _):
@@ -130,15 +136,21 @@ def iterate(state, key):
 
 keys = jax.random.split(jax.random.key(0), 41)
 params = policy.init(keys[0])
-_, curves = jax.jit(lambda *x: jax.lax.scan(iterate, *x))((params, optimizer.init(params)), keys[1:])
+_, curves = jax.jit(lambda *x: jax.lax.scan(iterate, *x))(
+    (params, optimizer.init(params)), keys[1:]
+)
 length, clipped, steps = map(np.asarray, curves)
 
 # %% tags=["learned"]
 print(f"steps upright: {length[0]:.0f} before, {length.max():.0f} at best, of 500")
 assert length[0] < 150 and length.max() > 400
 
-figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), num="GRPO on CartPole: return and clipped share")
-for axis, (title, curve) in zip(axes, {"steps upright, greedy": length, "share clipped": clipped}.items(), strict=True):
+figure, axes = plt.subplots(
+    1, 2, figsize=(8, 2.8), num="GRPO on CartPole: return and clipped share"
+)
+for axis, (title, curve) in zip(
+    axes, {"steps upright, greedy": length, "share clipped": clipped}.items(), strict=True
+):
     axis.plot((np.cumsum(steps) - steps) / 1000, curve)
     axis.set(title=title, xlabel="thousand steps played", ylim=(0, None))
 

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
-from grpo_jax import PRESETS, CappedWeight, Clip, SoftGate, group_advantages, grpo_loss, kl_divergence
+from grpo_jax import (
+    PRESETS,
+    CappedWeight,
+    Clip,
+    SoftGate,
+    group_advantages,
+    grpo_loss,
+    kl_divergence,
+)
 from grpo_jax.core.losses import PRESET_SCALES
 from grpo_jax.core.selection import groups_with_signal
 
@@ -23,7 +31,9 @@ def descend(loss, start, key, steps, rate):  # loss(x, key) → (value, what to 
         slope, seen = jax.grad(loss, has_aux=True)(x, key)
         return x - rate * slope, (seen, jnp.abs(slope).max())
 
-    return jax.jit(lambda x, keys: jax.lax.scan(step, x, keys)[1])(start, jax.random.split(key, steps))
+    return jax.jit(lambda x, keys: jax.lax.scan(step, x, keys)[1])(
+        start, jax.random.split(key, steps)
+    )
 
 
 def lines(axis, curves, title, xlabel, x=None):
@@ -41,7 +51,9 @@ def lines(axis, curves, title, xlabel, x=None):
 # Dr. GRPO's finding; a constant instead of the length fixes it.
 
 # %%
-figure, axes = plt.subplots(1, 3, figsize=(9, 2.4), sharey=True, num="Lengths of answers under three means")
+figure, axes = plt.subplots(
+    1, 3, figsize=(9, 2.4), sharey=True, num="Lengths of answers under three means"
+)
 for axis, name in zip(axes, ("grpo", "dapo", "dr_grpo"), strict=True):
 
     def loss(odds, key, limit=24, name=name):  # log-odds of stopping after a token, [2]
@@ -52,7 +64,9 @@ for axis, name in zip(axes, ("grpo", "dapo", "dr_grpo"), strict=True):
         logprobs = jax.nn.log_sigmoid(jnp.where(stop, z, -z))
         advantages = group_advantages(right * 1.0, scale=PRESET_SCALES[name])
         chance = jax.nn.sigmoid(odds)
-        return on_policy(logprobs, advantages, mask, **PRESETS[name]), (1 - (1 - chance) ** limit) / chance
+        return on_policy(logprobs, advantages, mask, **PRESETS[name]), (
+            1 - (1 - chance) ** limit
+        ) / chance
 
     wrong, right = descend(loss, jnp.full(2, -1.8), jax.random.key(0), steps=200, rate=0.3)[0].T
     lines(axis, {"wrong": wrong, "right": right}, f"{name}: tokens", "step")
@@ -72,7 +86,9 @@ for group in (4, 16):
     rewards = 1.0 * jax.random.bernoulli(jax.random.key(1), share[:, None, None], (21, 1000, group))
     alive[f"G = {group}"] = jax.vmap(groups_with_signal)(rewards).mean(axis=1)
     assert jnp.abs(alive[f"G = {group}"] - (1 - share**group - (1 - share) ** group)).max() < 0.06
-figure, axis = plt.subplots(figsize=(5, 2.4), num="Share of groups with a signal, by share of right answers")
+figure, axis = plt.subplots(
+    figsize=(5, 2.4), num="Share of groups with a signal, by share of right answers"
+)
 lines(axis, alive, "share of groups that teach", "share of right answers", share)
 
 # %% [markdown]
@@ -87,14 +103,18 @@ for surrogate in (Clip(high=0.2), Clip(high=0.28), SoftGate(), CappedWeight(5.0)
 
     def loss(logits, _, surrogate=surrogate):
         logs = jax.nn.log_softmax(logits)[:2, None]
-        value, _ = grpo_loss(logs, old, jnp.array([0.7, -0.7]), jnp.ones((2, 1), bool), surrogate=surrogate)
+        value, _ = grpo_loss(
+            logs, old, jnp.array([0.7, -0.7]), jnp.ones((2, 1), bool), surrogate=surrogate
+        )
         return value, jnp.exp(logs[0, 0])
 
     name = type(surrogate).__name__ + (f" {surrogate.high}" if isinstance(surrogate, Clip) else "")
     chances[name], slopes = descend(loss, jnp.zeros(100), jax.random.key(0), steps=80, rate=0.05)
     print(f"{name:12} chance 0.010 -> {chances[name][-1]:.3f}, slope at the end {slopes[-1]:.3f}")
     assert (slopes[-1] == 0) == isinstance(surrogate, Clip)
-figure, axis = plt.subplots(figsize=(5, 2.4), num="Chance of a rare find over passes under four surrogates")
+figure, axis = plt.subplots(
+    figsize=(5, 2.4), num="Chance of a rare find over passes under four surrogates"
+)
 lines(axis, chances, "chance of the right answer", "pass over one batch")
 axis.set(yscale="log")
 
@@ -113,12 +133,19 @@ means, deviations = {}, {}
 for name in ("k1", "k2", "k3"):
     values = kl_divergence(policy + 0 * references, references, estimator=name)
     means[name] = values @ jnp.exp(policy) / truth
-    deviations[name] = jnp.sqrt(jnp.square(values) @ jnp.exp(policy) - jnp.square(means[name] * truth))
-    loss = lambda x, k=name: jnp.exp(policy) @ kl_divergence(jax.nn.log_softmax(x), references[-1], estimator=k)  # noqa: E731
+    deviations[name] = jnp.sqrt(
+        jnp.square(values) @ jnp.exp(policy) - jnp.square(means[name] * truth)
+    )
+
+    def loss(x, k=name):
+        return jnp.exp(policy) @ kl_divergence(jax.nn.log_softmax(x), references[-1], estimator=k)
+
     right = jnp.abs(jax.grad(loss)(policy) - pull).max() < 1e-5
     print(f"{name}: mean / truth {means[name][-1]:.2f}; as a loss {'right' if right else 'wrong'}")
     assert right == (name == "k2") and (abs(means[name][-1] - 1) < 1e-4) == (name != "k2")
-figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), num="Mean and deviation of three estimators of the divergence")
+figure, axes = plt.subplots(
+    1, 2, figsize=(8, 2.4), num="Mean and deviation of three estimators of the divergence"
+)
 lines(axes[0], means, "mean / true divergence", "true divergence", truth)
 lines(axes[1], deviations, "deviation", "true divergence", truth)
 
@@ -143,16 +170,33 @@ def look(bonus, key):
         chosen, entropy = logs[actions][..., None], -jnp.exp(logs) @ logs
         spread = {"entropy": entropy + 0 * chosen, "entropy_coef": bonus}
         advantages = group_advantages(PAYS[actions] + 0.3 * noise)
-        return on_policy(chosen, advantages, jnp.ones_like(chosen, bool), **spread), (entropy, jnp.exp(logs[0]))
+        return on_policy(chosen, advantages, jnp.ones_like(chosen, bool), **spread), (
+            entropy,
+            jnp.exp(logs[0]),
+        )
 
     return descend(loss, jnp.zeros(11).at[0].set(-2.0), key, steps=400, rate=1.0)[0]
 
 
-keys, bonuses = jax.random.split(jax.random.key(3), 40), {"no bonus": 0.0, "bonus 0.15": 0.15, "bonus 0.25": 0.25}
-entropies, chances = jax.jit(jax.vmap(jax.vmap(look, (None, 0)), (0, None)))(jnp.array([*bonuses.values()]), keys)
-figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), num="Entropy and the chance of the best arm under three bonuses")
-lines(axes[0], dict(zip(bonuses, entropies.mean(axis=1), strict=True)), "entropy, mean of 40 seeds", "step")
-lines(axes[1], dict(zip(bonuses, chances.mean(axis=1), strict=True)), "chance of the best arm", "step")
+keys, bonuses = (
+    jax.random.split(jax.random.key(3), 40),
+    {"no bonus": 0.0, "bonus 0.15": 0.15, "bonus 0.25": 0.25},
+)
+entropies, chances = jax.jit(jax.vmap(jax.vmap(look, (None, 0)), (0, None)))(
+    jnp.array([*bonuses.values()]), keys
+)
+figure, axes = plt.subplots(
+    1, 2, figsize=(8, 2.4), num="Entropy and the chance of the best arm under three bonuses"
+)
+lines(
+    axes[0],
+    dict(zip(bonuses, entropies.mean(axis=1), strict=True)),
+    "entropy, mean of 40 seeds",
+    "step",
+)
+lines(
+    axes[1], dict(zip(bonuses, chances.mean(axis=1), strict=True)), "chance of the best arm", "step"
+)
 found = (chances[..., -1] > 0.5).mean(axis=1)
 assert found[0] < 0.2 and found[2] > 0.8
 

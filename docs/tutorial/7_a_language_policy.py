@@ -74,7 +74,9 @@ def loss(params, samples, advantages):
     variables = {"params": params}
     hidden = policy.forward_group(variables, prompts, prompt_mask, samples.tokens, samples.mask)
     logprobs, entropy = policy.token_logprobs(variables, hidden, samples.tokens)
-    return grpo_loss(logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask, entropy=entropy)
+    return grpo_loss(
+        logprobs, jax.lax.stop_gradient(logprobs), advantages, samples.mask, entropy=entropy
+    )
 
 
 @jax.jit
@@ -91,7 +93,12 @@ def train(estimate, steps=50):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(WORDS))
         samples = sample({"params": params}, prompts, prompt_mask, keys)
         texts = policy.decode(samples)
-        rewards = jnp.array([[judge(text, word) for text in group] for group, word in zip(texts, WORDS, strict=True)])
+        rewards = jnp.array(
+            [
+                [judge(text, word) for text in group]
+                for group, word in zip(texts, WORDS, strict=True)
+            ]
+        )
         advantages = estimate(rewards)
         params, opt_state, entropy = update(params, opt_state, samples, advantages)
         silent = 1 - jnp.abs(advantages).any(axis=1).mean()
@@ -101,18 +108,23 @@ def train(estimate, steps=50):
 
 WAYS = {
     "said": lambda rewards: group_advantages(rewards[..., 0]),
-    "said, then brief": lambda rewards: gdpo_advantages(condition_rewards(rewards, [Condition(1, 0, threshold=0.99)])),
+    "said, then brief": lambda rewards: gdpo_advantages(
+        condition_rewards(rewards, [Condition(1, 0, threshold=0.99)])
+    ),
 }
 runs = {name: train(jax.jit(estimate)) for name, estimate in WAYS.items()}
 
 # %% tags=["learned"]
-figure, axes = plt.subplots(1, 4, figsize=(10, 2.8), num="Said, tokens, entropy and silent groups of the tiny policy")
+figure, axes = plt.subplots(
+    1, 4, figsize=(10, 2.8), num="Said, tokens, entropy and silent groups of the tiny policy"
+)
 for (name, (answers, rows)), style in zip(runs.items(), ("C1-", "C0--"), strict=True):
     alone = sum(answer == word for answer, word in zip(answers, WORDS, strict=True))
-    print(
-        f"{name}: {rows[-1, 0]:.2f} at last; the word alone for {alone} of {len(WORDS)} prompts, such as {answers[3:6]}"
-    )
-    for axis, curve, title in zip(axes, rows.T, ("said", "tokens", "entropy per token", "silent groups"), strict=True):
+    print(f"{name}: {rows[-1, 0]:.2f} at last; the word alone for {alone} of {len(WORDS)} prompts,")
+    print(f"  such as {answers[3:5]}")
+    for axis, curve, title in zip(
+        axes, rows.T, ("said", "tokens", "entropy per token", "silent groups"), strict=True
+    ):
         axis.plot(curve, style, label=name)
         axis.set(title=title, xlabel="step", ylim=(0, None))
 axes[2].legend(fontsize=8)

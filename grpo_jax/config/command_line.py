@@ -35,16 +35,16 @@ _SEVERAL = "--rewards"
 _WIDTH = 100  # characters of a line of --help
 _NAMES, _VALUES = 28, 18  # characters of the first screen's columns
 _MOST_USED = (
-    *("task", "run_dir", "policy.path", "policy.lora.rank", "policy.compute_dtype", "data.prompts", "rewards"),
-    *("sampling.group_size", "sampling.max_new_tokens", "sampling.temperature", "algorithm.preset"),
-    *("algorithm.kl_coef", "optimizer.learning_rate", "training.prompts_per_batch", "training.max_steps"),
+    *("task", "run_dir", "policy.path", "policy.lora.rank", "data.prompts", "rewards", "sampling.group_size"),
+    *("sampling.max_new_tokens", "algorithm.preset", "optimizer.learning_rate"),
+    *("training.prompts_per_batch", "training.max_steps"),
 )
 _WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", NoneType: "null", list: "LIST", dict: "{…}"}
 SCREENS = {
     "train": """\
 usage: grpo train [--config FILE] [--task NAME] [--run_dir DIR] [--section.field VALUE …]
 
-Trains a policy; without --config and --task the miniature, which takes minutes on a CPU.
+Train a policy. Without --config and --task it trains the miniature, in minutes on a CPU.
 
   grpo train --config my.yaml --run_dir runs/mine --seed 1
   grpo train --task text --policy.path FOLDER --data.prompts questions.jsonl \\
@@ -53,7 +53,7 @@ Trains a policy; without --config and --task the miniature, which takes minutes 
     "resume": """\
 usage: grpo resume DIR [--section.field VALUE …]
 
-Continues a run from its last checkpoint, to the same numbers as one that never stopped. Fields for
+Continue a run from its last checkpoint, with the same results as an uninterrupted run. Fields for
 memory, devices and the length of the run may change.
 
   grpo resume runs/mine --training.max_steps 200
@@ -61,9 +61,9 @@ memory, devices and the length of the run may change.
     "plan": """\
 usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of grpo train …]
 
-Says what each device would hold, and whether the run fits; trains nothing.
---target compiles for a device that is not here: h100, h200, b200, a100, a6000, rtx6000pro, v5e,
-v6e, v5p; h100:8. Exit code: 0 fits, 1 does not.
+Show the memory of each device and whether the run fits, without training. --target compiles for an
+absent device: h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p, or h100:8 for eight.
+Exit code: 0 if it fits, 1 if not.
 
   grpo plan --config my.yaml --device_memory_gib 80,80
   grpo plan --config my.yaml --target h100
@@ -103,13 +103,18 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     raise SystemExit(0)
 
 
+def shipped_configs() -> dict[str, Path]:
+    """Return the configs of the package by name: in a checkout, or in the wheel."""
+    package = Path(__file__).parents[1]
+    folders = (package.parent / "configs", package / "configs")
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
 def find_config(name: str) -> Path:
     """Find a config: a file as named, else one that ships with the package (with or without .yaml)."""
     if os.path.exists(name) and not os.path.isdir(name):
         return Path(name)
-    package, stem = Path(__file__).parents[1], Path(name).name.removesuffix(".yaml")
-    folders = [package.parent / "configs", package / "configs"]  # of a checkout, of the wheel
-    shipped = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    shipped, stem = shipped_configs(), Path(name).name.removesuffix(".yaml")
     if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
     left = REMOVED.get(f"config.{stem}")
@@ -207,7 +212,8 @@ def help_text(topic: str, kind: type[Section], values: Values, command: str) -> 
         whole = _home(field) == field.path
         sections[_home(field)] = _paragraph(field.info.description if whole else field.about.__doc__)
     if not topic:
-        return _first_screen(SCREENS[command], fields, sections)
+        outer = {name: about for name, about in sections.items() if "." not in name}
+        return _first_screen(SCREENS[command], fields, outer)
     for name in (topic, *fields_of(ALL_NAMES.get(topic, ""))[:1]):
         shown = [home for home in sections if name == "all" or f"{home}.".startswith(f"{name}.")]
         if shown:
@@ -229,12 +235,12 @@ def _first_screen(screen: str, fields: Sequence[ConfigField], sections: Mapping[
     return "\n".join(
         [
             screen,
-            "Used most, with the values in force (--print_config prints all of them):",
-            _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
+            "Most used options, with their values here (--print_config prints all):",
+            _row("--config", "FILE", "YAML file or name of a shipped config; later ones override earlier ones"),
             *(_row(f"--{field.path}", _spelled(field, _VALUES), _paragraph(field.info.description)) for field in used),
             "",
-            "Sections (--help SECTION, --help SECTION.FIELD, --help all; --task and --config beside it count):",
-            *(_row(name, "", about) for name, about in sections.items() if not name.endswith(".pool")),
+            "Sections: --help SECTION lists its fields, --help all every field, with --task or --config theirs.",
+            *(_row(name, "", about) for name, about in sections.items()),
             "",
             "More: docs/ at https://github.com/grpo-jax/grpo_jax",
         ]

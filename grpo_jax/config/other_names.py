@@ -9,7 +9,6 @@ from collections.abc import Sequence
 NOT_HERE = "not here: "
 _COMPILED = f"{NOT_HERE}the sampler is compiled with the policy and uses its weights where they lie"
 _TORCH = f"{NOT_HERE}JAX spreads weights, batch and sampler over policy.mesh (docs/scaling.md)"
-_ENTROPY = f"{NOT_HERE}algorithm.entropy_coef stays as it is given"
 _ALWAYS = f"{NOT_HERE}it is always so"
 _NEVER = f"{NOT_HERE}nothing of that kind is needed or done"
 
@@ -75,7 +74,9 @@ GRPO_CONFIG = {
     "sync_ref_model, ref_model_sync_steps": "algorithm.update_ref_every; 0 for never",
     "top_entropy_quantile": "algorithm.entropy_share",
     "entropy_coef": "algorithm.entropy_coef",
-    "use_adaptive_entropy, entropy_coef_min, entropy_coef_max, entropy_coef_delta, entropy_target": _ENTROPY,
+    "use_adaptive_entropy, entropy_target": "algorithm.entropy_target; a number adapts algorithm.entropy_coef to it",
+    "entropy_coef_delta": "algorithm.entropy_coef_delta",
+    "entropy_coef_min, entropy_coef_max": f"{NOT_HERE}an adapting algorithm.entropy_coef stays within 0 and 1",
     "max_tool_calling_iterations": "sampling.turns; how often the policy writes (docs/turns.md)",
     "vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max, "
     "vllm_importance_sampling_cap": "algorithm.importance_cap; of a token's weight between sampler and update",
@@ -101,7 +102,7 @@ TRAINING_ARGUMENTS = {
     "warmup_ratio": "optimizer.warmup_steps; in updates",
     "weight_decay": "optimizer.weight_decay",
     "max_grad_norm": "optimizer.max_grad_norm",
-    "adam_beta1": "optimizer.beta1",
+    "adam_beta1": f"{NOT_HERE}it is 0.9",
     "adam_beta2": "optimizer.beta2; .99 unless said otherwise",
     "bf16": "policy.compute_dtype: bfloat16",
     "fp16": "policy.compute_dtype: bfloat16; it needs no scale of the loss",
@@ -227,8 +228,9 @@ def _each(names: str, successor: str) -> dict[str, str]:
 
 REMOVED: dict[str, str] = {
     **_each(
-        "algorithm.resample_rounds algorithm.whiten ppo.whiten ppo.value_rate ppo.kl_estimator evaluation.gallery "
-        "evaluation.episodes evaluation.solved task.held_out task.retrieval.temperature task.retrieval.attempts "
+        "algorithm.kl_estimator algorithm.resample_rounds algorithm.whiten optimizer.beta1 ppo.kl_estimator "
+        "ppo.value_clip ppo.value_rate ppo.whiten evaluation.gallery evaluation.episodes evaluation.solved "
+        "task.held_out task.retrieval.timeout task.retrieval.temperature task.retrieval.attempts "
         "task.dummy_length task.dummy_fickle task.dummy_noise task.dummy_seed judges.NAME.counting_threshold "
         "judges.NAME.position_threshold judges.NAME.most_objects judges.NAME.batch_attempts "
         "judges.NAME.pool.batch_attempts judges.NAME.max_restarts judges.NAME.pool.max_restarts",
@@ -297,6 +299,7 @@ REMOVED: dict[str, str] = {
     "task.prompts": "left: task.template makes the prompts",
     **_each("task.retrieval.dense task.retrieval.dense_weight", "left: one encoder ranks the catalogue"),
     "task.retrieval.ties": "left: ties count against the target",
+    "task.retrieval.service": "left: runs find a service by task.retrieval.address alone",
     **_each("task.retrieval.budget task.retrieval.window", "left: a call that fails three times ends the run"),
     # kinds and configs
     "task.kind.prompt_recreation": "left: use prompt_refinement",
@@ -323,11 +326,12 @@ REMOVED: dict[str, str] = {
     **_each("judges.NAME.in_flight judges.NAME.pool.in_flight", "left: an actor has one batch at a time"),
     # CartPole
     "rollout": "left: CartPole has algorithm.group_size; ppo plays 128 steps on each of 32 carts",
+    "training.max_hours": "is no setting of CartPole, which takes a minute",
     "network": "left: CartPole's networks have a tanh layer of 64",
     **_each(
         "algorithm.width algorithm.value_coef algorithm.minibatches algorithm.gae_lambda algorithm.clip_low "
-        "algorithm.clip_high algorithm.kl_coef algorithm.value_clip optimizer.schedule optimizer.beta1 "
-        "optimizer.beta2 optimizer.max_grad_norm",
+        "algorithm.clip_high algorithm.kl_coef algorithm.value_clip algorithm.entropy_coef optimizer.schedule "
+        "optimizer.beta2 optimizer.max_grad_norm training.keep_checkpoints",
         "is no setting of CartPole: a constant of its training.py",
     ),
 }

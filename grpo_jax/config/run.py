@@ -24,31 +24,31 @@ _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
 class Config(Section):
-    """A run of grpo_jax."""
+    """Seed, folder and other settings of the whole run."""
 
     task: Annotated[Any, TASKS]
-    """What the policy is to learn: the name of a task of the package, package.module:Class or file.py:Class, with the
-    task's own fields beside it."""
+    """Task of the policy: a name of the package, package.module:Class or file.py:Class, with its own fields beside
+    it."""
     seed: int = 0
-    """Seed of everything random."""
+    """Seed of all random numbers."""
     run_dir: str | None = resume_mutable(None)
     """Folder of the run; null makes runs/TASK-TIME."""
     resume: bool = resume_mutable(False)
     """Continue the run in run_dir from its last checkpoint."""
     deterministic: bool = resume_mutable(False)
-    """Ask GPUs for repeatable kernels (slower); the CPU always is."""
+    """Use deterministic kernels on GPUs, which are slower; CPU runs always are deterministic."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
     push_to_hub: str = resume_mutable("")
-    """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
-    (docs/publishing.md)."""
+    """Repository of the Hugging Face hub, OWNER/NAME, to push policy/ to when the run ends (docs/publishing.md); empty
+    for none."""
     on_judge_error: Literal["stop", "missing"] = resume_mutable("stop")
-    """"stop" saves and ends the run; "missing" gives that completion no reward."""
+    """If a judge fails: "stop" saves and ends the run; "missing" gives that completion no reward."""
     judge_timeout: NonNegative = resume_mutable(1800.0)
-    """Seconds one chunk may spend in a judge; 0 for no limit."""
+    """Time limit of a judge for one chunk, in seconds; 0 for none."""
     judges: dict[str, Annotated[Judge, JUDGES]] = {}
-    """What judges texts and pictures, by names for rewards and devices: a kind of the package, package.module:Class or
-    file.py:Class, with its own fields and those of a pool of Ray actors (docs/judges.md)."""
+    """Models that score texts or render pictures, by name. Each has a kind of the package, package.module:Class or
+    file.py:Class, its own fields, and those of a pool of Ray actors (docs/judges.md)."""
     policy: sections.PolicySection = Field(default_factory=sections.PolicySection)
     data: sections.DataSection = Field(default_factory=sections.DataSection)
     sampling: sections.SamplingSection = Field(default_factory=sections.SamplingSection)
@@ -58,13 +58,13 @@ class Config(Section):
     training: sections.TrainingSection = Field(default_factory=sections.TrainingSection)
     sft: sections.SFTSection = Field(default_factory=sections.SFTSection)
     rewards: Annotated[list[sections.RewardSection], Each] = []
-    """The objectives; empty takes the task's default."""
+    """Rewards of the run; empty for the task's default."""
     eval_rewards: Words = []
-    """Rewards and measures of the task that are logged and never trained on."""
+    """Rewards and measures of the task that are logged but not trained on."""
     evaluation: sections.EvaluationSection = Field(default_factory=sections.EvaluationSection)
     devices: dict[str, str] = resume_mutable({})
-    """Where each part runs, by its name: "auto", "cpu" or "gpu:N"; for "policy" also the cards of a mesh as
-    "gpu:0,gpu:1". A part that is left out is on "auto"."""
+    """Device of each judge and of "policy", by name: "auto" (the default), "cpu" or "gpu:N". For "policy" also the
+    devices of a mesh, as "gpu:0,gpu:1"."""
 
     def __post_init__(self) -> None:
         """Check the fields that no section can check alone."""
@@ -82,17 +82,17 @@ class Config(Section):
 
     @property
     def requests(self) -> dict[str, str]:
-        """Where each part is asked to be, the policy first: as `devices` says, else as its judge's `load`."""
+        """The requested device of each part, the policy first: of `devices`, else the default of its judge's `load`."""
         return {POLICY: "auto", **{name: default_device(judge) for name, judge in self.judges.items()}, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Names of the judges that take none of this process's devices."""
+        """Names of the judges that use none of this process's devices."""
         return tuple(name for name, judge in self.judges.items() if judge.pool)
 
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate: the given one, or what is safe for what is trained."""
+        """Peak learning rate: the given one, or a safe one for full training or adapters."""
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]
 
     def _check_rewards(self) -> None:
@@ -137,7 +137,7 @@ class Config(Section):
 
 
 def find_task(value: Any) -> type:
-    """Return the class of the task that a value names; UserError if there is none."""
+    """Return the task class that a value names; UserError if there is none."""
     try:
         return TASKS.class_of(value)
     except ValueError as error:
@@ -145,16 +145,16 @@ def find_task(value: Any) -> type:
 
 
 def make_config(values: Values | None = None, **sections: Any) -> Any:
-    """The config of a run from nested plain values, as a YAML file holds them: over the task's own defaults.
+    """Make the config of a run from nested plain values, as in a YAML file, over the task's defaults.
 
         make_config(task="text", policy={"path": "path/to/Qwen2.5-0.5B-Instruct"}, sampling={"group_size": 8})
 
     Args:
-        values: All of them as one mapping, and
-        sections: as keywords, which win.
+        values: The values as one mapping.
+        sections: Values as keywords; they override `values`.
 
     Returns:
-        A `Config`, or what the task has in its place.
+        A `Config`, or the task's own config class.
 
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.

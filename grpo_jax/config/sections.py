@@ -1,4 +1,4 @@
-"""Sections of the config that all language tasks share. Help lines stand in the classes' docstrings."""
+"""Sections of the config that all language tasks share. The docstrings are the text of --help."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.named import name_tools
 
 TODAY = "today"
-"""Of data.chat_template_options: the date that a template writes."""
+"""Key of data.chat_template_options for the date in a chat template."""
 
 Dtype = Literal["float32", "bfloat16"]
 Precision = Literal["default", "high", "highest"]
 
 
 class LoraSection(Section):
-    """Low-rank adapters; rank 0 trains every weight (Hu et al. 2021, arXiv:2106.09685; docs/lora.md)."""
+    """Low-rank adapters; rank 0 trains all weights (Hu et al. 2021, arXiv:2106.09685; docs/lora.md)."""
 
     rank: Annotated[int, Ge(0), Le(WIDTH)] = 0
-    """Rank of the adapters; 0 switches them off and trains all weights."""
+    """Rank of the adapters; 0 for none, which trains all weights."""
     alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
     targets: Words = []
-    """Projections that get an adapter, such as q_proj, or c_attn and attn_c_proj of GPT-2; empty for all of them."""
+    """Projections with an adapter, such as q_proj, or c_attn and attn_c_proj of GPT-2; empty for all."""
     vision: bool = False
-    """Whether all projections of the vision tower's layers get one too."""
+    """Add adapters to all projections of the vision tower's layers."""
     path: str | None = None
-    """Folder of a PEFT adapter to start from; rank, alpha, targets and vision are then its own."""
+    """Folder of a PEFT adapter to start from, with its own rank, alpha, targets and vision."""
 
     def __post_init__(self) -> None:
         beside = self.model_dump(exclude_defaults=True, exclude={"path"})
@@ -74,14 +74,14 @@ def lora_fields(value: Any) -> Any:
 
 
 class NewPolicySection(Section):
-    """A small policy with random weights, made from the words of a task (policy.path "new")."""
+    """A small policy with random weights and the task's words (policy.path "new")."""
 
     width: Annotated[int, Ge(1), Le(2**16)] = 96
-    """Of the hidden states."""
+    """Width of the hidden states."""
     layers: Annotated[int, Ge(1), Le(1024)] = 2
     """Decoder layers."""
     heads: Annotated[int, Ge(1), Le(2**16)] = 4
-    """Attention heads; they divide the width into even parts."""
+    """Attention heads; width / heads must be even."""
     mlp: Annotated[int, Ge(0), Le(2**17)] = 0
     """Width inside the MLPs; 0 for twice the width."""
     window: Annotated[int, Ge(1), Le(WIDTH)] = 256
@@ -93,42 +93,42 @@ class NewPolicySection(Section):
 
 
 class MeshSection(Section):
-    """Several devices for the policy (docs/scaling.md); 1 x 1 is a single one."""
+    """Devices of the policy (docs/scaling.md); 1 x 1 is one device."""
 
     fsdp: Annotated[int, Ge(1), Le(2**16)] = 1
-    """Parts that weights are stored in and a batch's prompts are shared out to."""
+    """Devices over which weights and the prompts of a batch are sharded."""
     tensor: Annotated[int, Ge(1), Le(2**16)] = 1
-    """Parts that heads, MLP and vocabulary are cut into."""
+    """Devices over which heads, MLP and vocabulary are sharded."""
 
     @property
     def size(self) -> int:
-        """Devices it takes."""
+        """Number of devices."""
         return self.fsdp * self.tensor
 
 
 class PolicySection(Section):
-    """The policy that is trained."""
+    """The trained policy."""
 
     path: str = ""
-    """Hugging Face folder or hub id (docs/policies.md lists models), a policy of the package by its name, or "new"."""
+    """Hugging Face folder or hub id (docs/policies.md), the name of a policy of the package, or "new"."""
     new: NewPolicySection = Field(default_factory=NewPolicySection)
-    """The small untrained policy that "new" makes, where the task has words for one."""
+    """Settings of the policy "new", for tasks that have words for one."""
     compute_dtype: Dtype = "float32"
     """Type of the activations."""
     matmul_precision: Precision | None = None
-    """Of matrix products (jax.default_matmul_precision); null is "highest" with compute_dtype float32, where GPUs take
-    TF32 and TPUs bfloat16 otherwise, and else JAX's default. Judges in PyTorch follow it: "highest" is full float32."""
+    """Precision of matrix products (jax.default_matmul_precision). null: "highest" with compute_dtype float32, else
+    JAX's default. Below "highest" GPUs use TF32 and TPUs bfloat16. PyTorch judges follow: "highest" is full float32."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" takes Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
+    """"auto" uses Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
     frozen_dtype: Dtype = "float32"
-    """Type of weights that are not trained (with LoRA); trained weights are float32."""
+    """Type of the frozen weights (with LoRA); trained weights are float32."""
     quantised: Literal["none", "int8", "int4"] = "none"
     """Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md)."""
     remat: Literal["none", "products", "layer"] = resume_mutable("products")
-    """What the backward pass computes again to save memory: "none"; "products", attention and all that is elementwise,
-    while results of products with weights are kept; "layer", whole layers."""
+    """Rematerialisation in the backward pass, to save memory: "none"; "products" recomputes attention and elementwise
+    operations and keeps the products with weights; "layer" recomputes whole layers."""
     vision: Literal["frozen", "train"] = "frozen"
-    """"train" trains all weights of the vision tower; adapters on a "frozen" one are policy.lora.vision."""
+    """"train" trains all weights of the vision tower; for adapters on a frozen one set policy.lora.vision."""
     lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
     """Low-rank adapters; in Python also a peft.LoraConfig."""
     mesh: MeshSection = resume_mutable(default_factory=MeshSection)
@@ -139,40 +139,41 @@ class PolicySection(Section):
 
 
 class DataSection(Section):
-    """Prompts."""
+    """Prompts and their chat format."""
 
     prompts: str = ""
-    """A .jsonl, .csv, .tsv, .txt or .parquet file, the folder of a saved Hugging Face data set, or one of the hub as
-    hub:OWNER/NAME[:CONFIG[:SPLIT]]; builtin, builtin:plain, builtin:attributes or builtin:crowded, which ship with the
-    package; or a name that the task knows."""
+    """Prompts: a .jsonl, .csv, .tsv, .txt or .parquet file; the folder of a saved Hugging Face data set; one of the hub
+    as hub:OWNER/NAME[:CONFIG[:SPLIT]]; builtin, builtin:plain, builtin:attributes or builtin:crowded of the package; or
+    a name of the task."""
     validation: str = ""
-    """Prompts that choose the best checkpoint, in a file of their own; with it or `test` all of `prompts` train."""
+    """Validation file, to choose the best checkpoint. With it or `test`, all of `prompts` are for training."""
     test: str = ""
-    """Prompts that are measured before and after, in a file of their own."""
+    """Test file, measured before and after training."""
     columns: dict[str, str] = {}
-    """Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}."""
+    """Renamed columns, {name: name in the data}, such as {"prompt": "question"}."""
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
-    """Share of a file's prompts kept apart for testing (and as many for validation) if it has no "split" column; 0
-    trains on all of them, and nothing is measured before and after."""
+    """Share of a file's prompts held out for testing, and as many for validation, if it has no "split" column; 0 trains
+    on all of them and measures nothing before and after."""
     form: Literal["rewrite", "append"] = "rewrite"
     """"rewrite" asks the policy for a new prompt; "append" lets it continue the user's."""
     instruction: str = ""
-    """User message to a chat policy in the rewrite form, {prompt} being the user's prompt. Empty: the prompt alone."""
+    """User message to a chat policy in the rewrite form, with {prompt} for the user's prompt; empty for the prompt
+    alone."""
     system_prompt: str = ""
-    """System message of conversations that begin with none; empty for the chat template's default."""
+    """System message, for conversations without one; empty for the chat template's default."""
     tools: Annotated[list[dict[str, Any] | str], BeforeValidator(name_tools)] = []
-    """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
-    (task: text), and JSON schemas."""
+    """Tools for the chat template: JSON schemas, and functions by import path (file.py:function), which the task text
+    calls."""
     chat_template_options: Options = {}
-    """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here; and
-    today, the date ("YYYY-MM-DD") for a template that writes it, by default that of the run's first start."""
+    """Variables of the chat template, such as enable_thinking (default false). "today" is the date in the template,
+    "YYYY-MM-DD"; by default the date of the run's first start."""
     max_prompt_tokens: Length = 256
-    """Longest prompt in policy tokens, instruction and pictures included; a longer one is an error."""
+    """Longest prompt in tokens, with instruction and pictures; a longer prompt is an error."""
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
-    """Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for Qwen3-VL), within
-    what the policy's folder allows; 0 keeps each one's shape, as its processor does."""
+    """Side length in pixels to which prompts' pictures are resized; null for 448 (512 for Qwen3-VL), within the limits
+    of the policy's folder; 0 keeps each picture's shape, as its processor does."""
     forbidden_tokens: list[int | str] = []
-    """Tokens that do not exist for sampler, update and reference, each by its id or as a text that is one token."""
+    """Tokens that sampler, update and reference exclude, each as an id or as a text of one token."""
 
     def __post_init__(self) -> None:
         for name in ("system_prompt", "tools", "chat_template_options"):
@@ -191,40 +192,40 @@ class DataSection(Section):
 
 
 class SamplingSection(Section):
-    """How completions are drawn."""
+    """Sampling of completions."""
 
     group_size: Length = 8
     """Completions per prompt (G)."""
     max_new_tokens: Length = 32
-    """Longest completion (T); of an episode the longest text of one turn."""
+    """Longest completion in tokens (T); in an episode the longest turn."""
     temperature: Positive = 1.0
-    """Softmax temperature of the trained distribution."""
+    """Softmax temperature of sampling and training."""
     top_k: Count = 0
-    """Draw among the k likeliest tokens; 0 for all."""
+    """Sample from the k likeliest tokens; 0 for all."""
     top_p: Annotated[Positive, Le(1)] = 1.0
-    """Draw within the smallest set of this probability; 1 for all."""
+    """Sample from the smallest set of tokens with this probability (nucleus); 1 for all."""
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
-    """Drop tokens below this share of the likeliest token's probability; 0 for none."""
+    """Exclude tokens below this share of the likeliest token's probability; 0 for none."""
     stop: Texts = []
-    """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
-    that completes such a text are kept and trained."""
+    """Texts that end a completion or a turn, like an end token. The tokens up to the end of the text are kept and
+    trained."""
     turns: Annotated[int, Ge(1), Le(64)] = 1
-    """How often the policy writes in an episode, at most: above 1 an observation stands between."""
+    """Most turns of an episode; an observation follows each turn but the last."""
     max_observation_tokens: Length = 64
-    """Most tokens that stand between two turns, the chat template's marks and the places of pictures among them; a
-    longer observation is refused as a failed judge is."""
+    """Most tokens between two turns, with the chat template's tokens and those of pictures. A longer observation counts
+    as a failed judge."""
 
     def __post_init__(self) -> None:
         self.require(all(self.stop), "stop", "texts that are not empty")
 
     @property
     def written_tokens(self) -> int:
-        """Most tokens that the policy writes for one completion, all turns together."""
+        """Most tokens that the policy writes in one completion, over all turns."""
         return self.turns * self.max_new_tokens
 
     @property
     def stream_tokens(self) -> int:
-        """Most tokens behind a prompt: what the policy writes, and what is answered between its turns."""
+        """Most tokens after a prompt: those of the policy and of the observations."""
         return self.written_tokens + (self.turns - 1) * self.max_observation_tokens
 
 
@@ -232,48 +233,52 @@ class AlgorithmSection(Section):
     """Advantages and loss."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
-    """Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo."""
+    """Loss preset, named after its paper (docs/algorithms.md)."""
     advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
-    """"gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out; "raft" teaches each
-    group's best alone (rejection sampling); "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a
-    value head for the sum (ppo)."""
+    """Advantage estimator. "gdpo" normalises each reward in its group; "grpo" the weighted sum. "rloo" subtracts the
+    mean of the other completions; "raft" trains on each group's best completion (rejection sampling); "batch" whitens
+    the sum over the batch (REINFORCE++); "gae" is PPO, with a value head for the sum (section ppo)."""
     scale: Literal["group", "batch", "none"] | None = None
-    """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
+    """Standard deviation that "grpo" divides by: of the "group", of the "batch", or "none"; null for the preset's."""
     advantage_eps: NonNegative = 1e-4
-    """Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread loses its voice:
-    lower it, or scale the reward."""
+    """Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread has little
+    effect: lower this, or scale the reward."""
     clip_low: Annotated[Positive, Le(1)] | None = None
-    """Lower clip bound; null takes the preset's."""
+    """Lower clip bound; null for the preset's."""
     clip_high: Positive | None = None
-    """Upper clip bound; null takes the preset's."""
+    """Upper clip bound; null for the preset's."""
     kl_coef: Coefficient = 0.0
-    """Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator of the loss."""
+    """Weight of the loss's KL (k3) to the reference. With 0 here and in ppo the reference is never computed."""
     kl_corrected: bool = False
-    """Weigh the KL term by the policy ratio, which makes its gradient unbiased."""
+    """Weight the KL term by the policy ratio, which makes its gradient unbiased."""
     entropy_coef: Coefficient = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target its initial value."""
+    entropy_target: NonNegative | None = None
+    """Target of the mean entropy per token, in nats. Each update raises entropy_coef by entropy_coef_delta if the
+    entropy is at most this, else lowers it, within 0 and 1; above the target no bonus acts. null for a constant
+    entropy_coef."""
+    entropy_coef_delta: Positive = 0.005
+    """Step of entropy_coef towards entropy_target."""
     entropy_share: Annotated[Positive, Le(1)] = 1.0
-    """Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all."""
+    """Share of the batch's tokens in the policy gradient, those with the highest entropy; 1 for all."""
     importance_cap: float | None = None
-    """Weigh each token by the trainer's probability over the sampler's (older weights, top_k, top_p, min_p, another
-    number type), at most this; 0 for never; null: 2 with training.async_level 1, else 0."""
+    """Cap of the importance weight of a token, the trainer's probability over the sampler's. They differ by older
+    weights, top_k, top_p, min_p or number type. 0 for no weight; null: 2 with training.async_level 1, else 0."""
     update_ref_every: Count = 0
-    """Refresh the reference every so many iterations; 0 keeps the start."""
+    """Iterations between updates of the reference; 0 for never."""
     mask_truncated: bool = False
-    """Leave completions that hit max_new_tokens out of the loss."""
+    """Exclude completions that reach max_new_tokens from the loss."""
     overlong_buffer: Count = 0
-    """Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an objective of its own
-    called "overlong"; 0 for no penalty."""
+    """Number of last tokens of max_new_tokens over which a penalty grows to 1, as a reward "overlong" (DAPO); 0 for no
+    penalty."""
     overlong_weight: Positive = 1.0
     """Weight of "overlong" among the rewards."""
     zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
-    """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
-    them out of the loss and its denominators, or "resample" other prompts for them, three times at most."""
+    """Groups whose rewards are all equal (with gdpo each reward, else their sum): "keep" them with advantage 0, "drop"
+    them from the loss and its denominators, or "resample" other prompts, three times at most."""
     turn_advantage: Literal["last", "return"] = "last"
-    """What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all turns; "return",
-    of each turn the rewards from there on, compared with the same turn of the group."""
+    """Advantage of a turn: "last" uses the rewards of the last turn for all turns; "return" uses each turn's
+    reward-to-go, compared with the same turn of the group."""
     turn_gamma: Share = 1.0
     """Discount of later turns' rewards with turn_advantage "return"."""
 
@@ -302,70 +307,66 @@ class AlgorithmSection(Section):
 
 
 class PPOSection(Section):
-    """What algorithm.advantage "gae" adds: a value head, a reward for each token, and the value loss."""
+    """Settings of PPO (algorithm.advantage "gae"): value head, rewards per token, value loss."""
 
     gamma: Share = 1.0
-    """Discount of later rewards (gamma)."""
+    """Discount of later rewards."""
     gae_lambda: Share = 0.95
-    """How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end."""
+    """GAE's lambda: 0 is the one-step advantage, 1 the full return."""
     value_coef: Coefficient = 0.5
     """Weight of the value loss."""
-    value_clip: Positive | None = 0.2
-    """How far a value may move from the old one before its gradient stops; null for never."""
     kl_coef: Coefficient = 0.0
-    """Weight of the KL against the reference in each token's reward (estimator k1)."""
+    """Weight of the KL to the reference in each token's reward (estimator k1)."""
 
 
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
     learning_rate: Positive | None = None
-    """Peak learning rate; null takes one that is safe for a pretrained policy: 1e-6 where all weights are trained, 1e-4
-    where adapters are (policy.lora)."""
+    """Peak learning rate; null for a safe one for pretrained policies: 1e-6 for all weights, 1e-4 for adapters
+    (policy.lora)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
     warmup_steps: Count = 0
     """Updates of linear warm-up."""
     weight_decay: Coefficient = 0.0
-    """Decoupled weight decay of projections and adapters; norms, biases, embeddings and heads do not decay."""
-    beta1: Annotated[NonNegative, Lt(1)] = 0.9
-    """Decay of the first moment."""
+    """Decoupled weight decay of projections and adapters; not of norms, biases, embeddings and heads."""
     beta2: Annotated[NonNegative, Lt(1)] = 0.99
     """Decay of the second moment."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients are scaled down to this global norm; 0 for never."""
+    """Clip gradients to this global norm; 0 for never."""
 
 
 class TrainingSection(Section):
-    """The loop."""
+    """The training loop."""
 
     prompts_per_batch: Length = 12
-    """Prompts of one iteration (P)."""
+    """Prompts per iteration (P)."""
     max_steps: Count = resume_mutable(100)
-    """Iterations in all; 0 leaves it to num_epochs."""
+    """Iterations in all; 0 for num_epochs."""
     num_epochs: PositiveCount = resume_mutable(1)
     """Passes over the training prompts when max_steps is 0."""
     inner_epochs: PositiveCount = 1
-    """Passes over one sampled batch."""
+    """Passes over each sampled batch."""
     minibatches: PositiveCount = 1
     """Optimizer updates per pass."""
     grad_accumulation_steps: PositiveCount = resume_mutable(1)
     """Micro-batches per update, to save memory; the gradient stays the same."""
     chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = resume_mutable(0)
-    """Prompts that travel together through sampling, rendering and scoring; 0 for all."""
+    """Prompts per chunk of sampling, rendering and scoring; 0 for all."""
     async_level: Annotated[int, Ge(0), Le(1)] = 0
-    """1 samples the next batch while this one is judged and learned from, with the weights before that update
-    (docs/scaling.md); 0 samples each with the newest."""
+    """1 samples the next batch during judging and update, with weights one update old (docs/scaling.md); 0 always
+    samples with the newest weights."""
     save_every: Count = resume_mutable(25)
-    """Iterations between checkpoints; 0 for the end only."""
+    """Iterations between checkpoints; 0 for a checkpoint at the end only."""
     keep_checkpoints: PositiveCount = resume_mutable(2)
-    """Checkpoints kept beside best and final."""
+    """Checkpoints to keep, besides best and final."""
     max_hours: NonNegative = resume_mutable(0.0)
-    """Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for never."""
+    """Time limit of this process in hours; it then saves and stops, and --resume continues. 0 for none."""
     early_stopping_patience: Count = resume_mutable(0)
-    """End training after so many validations in a row without a better one; 0 for never."""
+    """Stop after this many validations without an improvement; 0 for never."""
     early_stopping_threshold: NonNegative = 0.0
-    """What is better exceeds the best validation so far by more than this."""
+    """Smallest gain over the best validation that counts as an improvement."""
 
     def __post_init__(self) -> None:
         parts = self.minibatches * self.grad_accumulation_steps
@@ -374,24 +375,24 @@ class TrainingSection(Section):
 
 
 class RewardSection(Section):
-    """One reward: an objective of its own, never summed before the advantages."""
+    """A reward, with its weight and condition."""
 
     name: str
-    """One that the task has (an unknown one is answered with their list), perhaps as name@judge for another judge than
-    the task's own; or package.module:function or file.py:function."""
+    """A reward of the task, or name@judge for another judge than its own; or package.module:function or
+    file.py:function."""
     weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
-    """Its weight among the objectives."""
+    """Weight among the rewards."""
     condition_on: str | None = None
-    """Count this reward only where the named one, by its label, reaches the threshold. "none": always. Left out: as the
-    task has it, mostly always."""
+    """Label of another reward: this one counts only if that one reaches the threshold. "none" for no condition; null
+    for the task's default, mostly none."""
     threshold: float = 0.0
-    """The threshold of a condition_on that names a reward."""
+    """Threshold of condition_on."""
     options: Options = {}
     """Keyword arguments of the reward."""
     messages: bool = False
-    """Give it prompts and completions as chat messages, as TRL does; of an import path alone."""
+    """Pass prompts and completions as chat messages, as TRL does; only for a reward by import path."""
     label: str = ""
-    """Its name in metrics and condition_on, for several of one function; empty for its own name."""
+    """Name in metrics and condition_on, to tell two rewards of one function apart; empty for the function's name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -403,63 +404,59 @@ class RewardSection(Section):
 
     @property
     def called(self) -> str:
-        """Its name in metrics."""
+        """Name in metrics."""
         return self.label or self.name.rpartition(":")[2]
 
 
 class EvaluationSection(Section):
-    """Held-out measurement."""
+    """Measurement on held-out prompts."""
 
     prompts: Count = 128
     """Test prompts measured before and after; 0 for all of them."""
     validation_prompts: Count = 32
-    """Validation prompts on which the best checkpoint is chosen."""
+    """Validation prompts, to choose the best checkpoint."""
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """What chooses the best checkpoint, and ends training early: "score", which is maximised, a reward, or one of
-    eval_rewards. A checkpoint whose eval_rewards fell below the start's is never the best."""
+    """Metric of the best checkpoint and of early stopping: "score" (the training objective), a reward, or one of
+    eval_rewards. A checkpoint with eval_rewards below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
-    """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
-    are reported, with 95 % intervals."""
+    """Sampled completions per test prompt (k), besides the greedy one; 0 for none. Above 1 mean@k and pass@k are
+    reported, with 95 % intervals."""
     temperature: Positive | None = None
-    """Of the sampled completions; null for that of training."""
+    """Temperature of the sampled completions; null for training's."""
     pass_threshold: float = 1.0
-    """What a reward or watched measure must reach for a completion to pass."""
+    """Threshold at which a completion passes, for pass@k."""
     by: str = ""
-    """A column of the prompts; what is watched is measured for each of its values too, as MEASURE/VALUE."""
+    """Column of the prompts; eval_rewards are also reported for each of its values, as MEASURE/VALUE."""
 
 
 class SFTSection(Section):
-    """Supervised steps before the first iteration, by the same trainer; "before" is measured after them."""
+    """Supervised fine-tuning before the first iteration; "before" is measured after it."""
 
     steps: Count = 0
-    """Supervised updates, on pairs that the task has; 0 for none."""
+    """Supervised updates, on the task's pairs; 0 for none."""
     batch: Length = 64
-    """Pairs of one update."""
+    """Pairs per update."""
     learning_rate: Positive = 1e-3
-    """Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine."""
+    """Peak learning rate, after a warm-up of a tenth of the steps; it decays to 0 along a cosine."""
     group_by_length: bool = False
-    """Make batches of prompts of like length, which need less padding: faster where lengths differ."""
+    """Batch prompts of similar length, for less padding."""
 
 
 class RetrievalSection(Section):
-    """What ranks the catalogue against a completion.
+    """The retriever that ranks the catalogue for a completion.
 
-    Both backends give the same ranks; the retriever's own fingerprint identifies its encoder and catalogue.
+    Both backends give the same ranks. The retriever's fingerprint identifies its encoder and catalogue.
     """
 
     backend: Literal["local", "ray"] = resume_mutable("local")
-    """"local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started."""
+    """"local" ranks in this process; "ray" calls a service started by `python -m bridges.retrieval serve`."""
     encoder: Annotated[str, MinLen(1)] = resume_mutable("tfidf")
-    """"tfidf", or a folder or hub name of a sentence-transformers model."""
-    service: str = resume_mutable("retrieval")
-    """Name of the service (ray)."""
+    """"tfidf", or the folder or hub id of a sentence-transformers model."""
     address: str | None = resume_mutable(None)
-    """HOST:PORT of the service's Ray cluster, as `serve` prints it (ray)."""
-    timeout: Positive = resume_mutable(120.0)
-    """Seconds one attempt of a call may take (ray)."""
+    """HOST:PORT of the service's Ray cluster, printed by `serve` (ray)."""
     cache: str | None = resume_mutable(None)
-    """Folder that keeps the catalogue's vectors between runs (local); null keeps none."""
+    """Folder to cache the catalogue's vectors between runs (local); null for none."""
     device: str = resume_mutable("cpu")
-    """Of a sentence-transformers model in this process: "cpu" or "gpu:N"."""
+    """Device of a sentence-transformers model in this process: "cpu" or "gpu:N"."""

@@ -39,6 +39,13 @@ class GRPOMetrics(NamedTuple):
     advantage: Mean
 
 
+class EntropyControl(NamedTuple):
+    """Entropy coefficients, scalars: the one that moves, and the one that the next update uses."""
+
+    coef: jax.Array
+    applied: jax.Array
+
+
 class SFTMetrics(NamedTuple):
     """Metrics of one `sft_loss` call."""
 
@@ -227,6 +234,35 @@ def grpo_loss(
     metrics = _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence, entropies)
     metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def adapt_entropy_coef(
+    control: EntropyControl,
+    entropy: jax.Array,
+    *,
+    target: float,
+    delta: float = 0.005,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> EntropyControl:
+    """Move the entropy coefficient after an update, towards a target entropy.
+
+        coef ← clip(coef + delta if entropy ≤ target else coef - delta, low, high)
+
+    The next update applies it if entropy ≤ target, and 0 otherwise; the first update applies 0. From Skywork-OR1
+    (https://arxiv.org/abs/2505.22312), as TRL 1.16's `use_adaptive_entropy`.
+
+    Args:
+        control: the coefficients of this update.
+        entropy: scalar, the update's mean over tokens, in nats.
+        target: the entropy to keep up.
+        delta: the step of the coefficient.
+        low: its least value.
+        high: its greatest value.
+    """
+    short = entropy <= target
+    coef = jnp.clip(control.coef + jnp.where(short, delta, -delta), low, high)
+    return EntropyControl(coef, jnp.where(short, coef, 0))
 
 
 def sft_loss(

@@ -160,6 +160,8 @@ def update_metrics(report: Record, learning_rate: float) -> Record:
             "value/explained_variance": float(estimates.explained_variance),
             "completion_kl": float(estimates.completion_kl),
         }
+    if "entropy_coef" in report:
+        row["entropy_coef"] = float(report["entropy_coef"])
     named = ("importance_weight", "importance_clipped")
     row |= {name: float(measured[name]) for name in named if name in measured}
     return {**row, "learning_rate": learning_rate}

@@ -39,8 +39,9 @@ class Forward(NamedTuple):
 
 Metrics = dict[str, PyTree]
 ForwardPass = Callable[[Variables, Batch], Forward]
-Objective = Callable[[Variables, Batch, PyTree], tuple[jax.Array, Metrics]]
-"""objective(variables, batch, normaliser of the whole update) → (loss, metrics by part of the loss)."""
+Objective = Callable[..., tuple[jax.Array, Metrics]]
+"""objective(variables, batch, normaliser of the whole update) → (loss, metrics by part of the loss); the policy's takes
+an entropy coefficient too, in place of the configured one."""
 
 
 def make_forward(
@@ -96,9 +97,7 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     if changed:
         options["surrogate"] = dataclasses.replace(surrogate, **changed)
     if section.kl_coef > 0:
-        options["kl"] = losses.KLPenalty(
-            section.kl_coef, estimator=section.kl_estimator, corrected=section.kl_corrected
-        )
+        options["kl"] = losses.KLPenalty(section.kl_coef, corrected=section.kl_corrected)
     options["entropy_coef"] = section.entropy_coef
     return options
 
@@ -116,7 +115,9 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PP
     `ppo.ppo_loss`.
     """
 
-    def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
+    def objective(
+        variables: Variables, batch: Batch, normaliser: PyTree, **adapted: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
         passed = forward(variables, batch)
         old = jax.lax.stop_gradient(passed.logprobs) if batch.old_logprobs is None else batch.old_logprobs
         loss, policy_metrics = losses.grpo_loss(
@@ -128,7 +129,7 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PP
             ref_logprobs=batch.ref_logprobs,
             entropy=passed.entropy,
             token_weights=batch.token_weights,
-            **options,
+            **{**options, **adapted},
         )
         metrics: Metrics = {"policy": policy_metrics}
         if batch.rollout_logprobs is not None:
@@ -141,7 +142,6 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PP
             batch.old_values,
             required("returns", batch.returns),
             batch.mask,
-            clip=ppo.value_clip,
             normaliser=normaliser,
         )
         return loss + ppo.value_coef * value, metrics

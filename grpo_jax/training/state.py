@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PPOSection
+from grpo_jax.core.losses import EntropyControl
 from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters beside them
@@ -35,6 +36,7 @@ class TrainState(NamedTuple):
             is the base without its adapters.
         skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite.
         rollout_weights: The policy that samples the next batch, where that is sampled ahead; or None.
+        entropy_control: The entropy coefficient, where it adapts; or None.
     """
 
     step: jax.Array
@@ -43,6 +45,7 @@ class TrainState(NamedTuple):
     reference: PyTree | None
     skipped: jax.Array
     rollout_weights: RolloutWeights | None = None
+    entropy_control: EntropyControl | None = None
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
@@ -86,7 +89,7 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
     with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
     """
 
-    adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
+    adamw = optax.adamw(schedule, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
     if section.max_grad_norm == 0:
         return adamw
     return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)

@@ -15,6 +15,7 @@ import optax
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
+from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
 from grpo_jax.core.trie import Trie
@@ -56,6 +57,7 @@ def make_train_step(
     *,
     normaliser: Callable[[Batch], PyTree],
     grad_accumulation_steps: int = 1,
+    adapt: Callable[[EntropyControl, jax.Array], EntropyControl] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make one optimizer update as one compiled function; what it changes is donated.
 
@@ -66,13 +68,15 @@ def make_train_step(
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         grad_accumulation_steps: Micro-batches along P, run one after the other; P must be a multiple.
+        adapt: adapt(state's entropy control, the update's mean entropy) → the next update's; None for a fixed bonus.
     """
 
     def compute(moving: TrainState, frozen: Variables, batch: Batch) -> tuple[TrainState, Metrics]:
-        trained, whole = moving.variables, normaliser(batch)
+        trained, whole, control = moving.variables, normaliser(batch), moving.entropy_control
+        adapted = {} if control is None else {"entropy_coef": control.applied}
 
         def loss_of(trained: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
-            return objective({**frozen, **trained}, micro, whole)
+            return objective({**frozen, **trained}, micro, whole, **adapted)
 
         gradient = partial(jax.value_and_grad(loss_of, has_aux=True), trained)
         (loss, metrics), grads = (
@@ -82,9 +86,14 @@ def make_train_step(
         variables = optax.apply_updates(trained, updates)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         after = moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
+        if control is not None and adapt is not None:
+            after = after._replace(entropy_control=adapt(control, metrics["policy"].entropy.value()))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         report = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
-        return _where_finite(finite, after, moving), report
+        after = _where_finite(finite, after, moving)
+        if after.entropy_control is not None:
+            report["entropy_coef"] = after.entropy_control.coef
+        return after, report
 
     compiled = jax.jit(compute, donate_argnums=0)
 
@@ -228,7 +237,15 @@ def make_configured_step(
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, options["aggregation"]),
         grad_accumulation_steps=training.grad_accumulation_steps,
+        adapt=make_adaptation(algorithm),
     )
+
+
+def make_adaptation(section: AlgorithmSection) -> Callable[[EntropyControl, jax.Array], EntropyControl] | None:
+    """Make the function that moves the entropy coefficient, or None where it stays."""
+    if section.entropy_target is None:
+        return None
+    return partial(adapt_entropy_coef, target=section.entropy_target, delta=section.entropy_coef_delta)
 
 
 def make_update(
@@ -269,7 +286,8 @@ def _average(reports: list[Metrics]) -> Metrics:
     joined = jax.tree.map(lambda *values: sum(values), *[report["metrics"] for report in reports])
     count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
     scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}
-    return {**scalars, "skipped": skipped, "metrics": joined}
+    last = {name: reports[-1][name] for name in ("entropy_coef",) if name in reports[-1]}
+    return {**scalars, **last, "skipped": skipped, "metrics": joined}
 
 
 @dataclass(frozen=True)
@@ -302,6 +320,9 @@ class Learner:
             base_reference=config.policy.lora.path is None and config.sft.steps == 0 and every == 0,
             take_over=True,
         )
+        if config.algorithm.entropy_target is not None:
+            start = EntropyControl(jnp.float32(config.algorithm.entropy_coef), jnp.float32(0))
+            state = state._replace(entropy_control=start)
         state = commit_to_device(shard(state, self.policy.mesh))
         return state._replace(rollout_weights=rollout_copy(state)) if config.training.async_level else state
 

@@ -36,7 +36,7 @@ TABLE = f"""
 --policy.mesh.tensor=0 | policy.mesh.tensor: expected a number >= 1, got '0'
 # fields that are not there: the nearest, another library's, one that left
 --training.max_step=3 | training.max_step: no such field; did you mean training.max_steps?
---optimiser.beta1=.5 | optimiser: no such field; did you mean optimizer?
+--optimiser.beta2=.5 | optimiser: no such field; did you mean optimizer?
 --lora.rank=8 | lora: no such field; did you mean policy.lora?
 --rewards='[{{name: m:f, wieght: 1}}]' | rewards[0].wieght: no such field; did you mean rewards[0].weight?
 --devices.polcy=cpu | devices: expected names of policy, got ['polcy']

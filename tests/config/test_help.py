@@ -12,7 +12,7 @@ from grpo_jax.config.fields import walk
 from grpo_jax.config.run import TASKS, make_config
 from grpo_jax.config.sections import RewardSection
 
-LINES, COLUMNS = 50, 100
+LINES, COLUMNS = 40, 100
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,12 @@ def test_the_first_screen_and_every_section_fit(task, capsys):
     for section in listed:
         shown = printed(capsys, "--task", task, "--help", section)
         assert shown.startswith(section) and fits(shown, 120), section
-    assert {"run", "task", "training"} < set(listed) and (task == "cartpole") == ("policy.lora" not in listed)
+    assert {"run", "task", "training"} < set(listed) and (task == "cartpole") == ("policy" not in listed)
 
 
 @pytest.mark.parametrize(
     "words",
-    [[name] for name in ("train", "plan", "resume", "evaluate", "export")] + [["plan", "--training.max_steps=3"]],
+    [[name] for name in __main__._COMMANDS] + [["plan", "--training.max_steps=3"]],
 )
 def test_every_command_has_a_screen_of_its_own(words, capsys):
     for asked in ("--help", "-h"):
@@ -58,7 +58,7 @@ def test_every_command_has_a_screen_of_its_own(words, capsys):
 def test_a_section_has_type_value_and_sentence_of_each_field(capsys):
     words = ["--task=text", "--sampling.top_k=3", "--data.columns.prompt=ask"]
     shown = printed(capsys, *words, "--help", "sampling")
-    assert "  --sampling.top_k  INT  (default: 3)\n      Draw among the k likeliest tokens; 0 for all.\n" in shown
+    assert "  --sampling.top_k  INT  (default: 3)\n      Sample from the k likeliest tokens; 0 for all.\n" in shown
     assert "  --sampling.stop  [TEXT, …]  (default: [])\n      Texts that end a completion" in shown
     assert '(default: {"prompt": "ask"})' in printed(capsys, "--help", "data", *words)
     judges = printed(capsys, "--task=prompt_enhancement", "--help", "judges")

@@ -185,6 +185,15 @@ def anchors(text: str) -> set[str]:
 
 
 @each_page
+def test_code_fits_a_window(page):
+    """In 100 columns; generated tables of RESULTS are wider."""
+    text = PAGES[page]
+    code = [line for body in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) for line in body.splitlines()]
+    code += re.findall(r"^ {4,}.*$", prose(text), re.MULTILINE)
+    assert not [line for line in code if len(line) > 100]
+
+
+@each_page
 def test_yaml_and_imports_of_code_blocks_are_right(page, tmp_path):
     for block in blocks(PAGES[page], "yaml"):
         given = yaml.safe_load(block)

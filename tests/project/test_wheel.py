@@ -1,6 +1,7 @@
 """The source archive and the wheel made of it hold what a user needs, which runs outside the checkout."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -84,7 +85,7 @@ print((miniature.path("policy") / "model.safetensors").stat().st_size if there e
 
 
 def test_version_configs_and_miniature_are_there_outside_the_checkout(wheel, tmp_path):
-    """The version is from git, or what the archive was built as; never the text for who has installed nothing."""
+    """The version is that of the wheel's name, of pyproject.toml, CITATION.cff and the changelog's first heading."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
@@ -92,6 +93,9 @@ def test_version_configs_and_miniature_are_there_outside_the_checkout(wheel, tmp
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     version, *files, policy, weights = done.stdout.splitlines()
-    assert version == wheel.name.split("-")[1] and version[0].isdigit()
+    citation, changes = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
+    (cited,) = re.findall(r"^version: (.*)\ndate-released: ", citation, re.MULTILINE)
+    headings = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", changes, re.MULTILINE)
+    assert version == wheel.name.split("-")[1] == cited == headings[0]
     assert len(files) == 2 and all(path.startswith(str(tmp_path / "site")) for path in files)
     assert policy == "miniature" and int(weights) > 0

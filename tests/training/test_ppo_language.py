@@ -101,10 +101,10 @@ def test_the_value_loss_reaches_head_and_trunk(batch):
     options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"), max_new_tokens=STEPS)
     flat = batch._replace(
         scores=None, advantages=jnp.zeros(batch.mask.shape), returns=jnp.ones(batch.mask.shape),
-        old_values=jnp.zeros(batch.mask.shape), old_logprobs=jnp.full(batch.mask.shape, -1.0),
+        old_values=jnp.ones(batch.mask.shape), old_logprobs=jnp.full(batch.mask.shape, -1.0),
     )  # fmt: skip
 
-    objective = make_policy_objective(forward, options, PPOSection(value_coef=1.0, value_clip=None))
+    objective = make_policy_objective(forward, options, PPOSection(value_coef=1.0))
     gradient = jax.jit(jax.grad(lambda v: objective(v, flat, None)[0]))
     variables = tiny_update.make_variables(value=True)
     grads = gradient(variables)

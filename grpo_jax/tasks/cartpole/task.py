@@ -16,7 +16,6 @@ from grpo_jax.config.fields import (
     Count,
     Each,
     Length,
-    NonNegative,
     Positive,
     PositiveCount,
     Section,
@@ -43,8 +42,6 @@ class CartPoleAlgorithm(Section):
     """Episodes from the start of one iteration (G), up to 500 steps each; with ppo unused."""
     gamma: Share = 0.994
     """Discount γ of the returns."""
-    entropy_coef: NonNegative = 0.01
-    """Weight of the entropy bonus."""
     epochs: PositiveCount = 10
     """Passes over one iteration's steps."""
 
@@ -70,11 +67,9 @@ class CartPoleTraining(Section):
     iterations: PositiveCount = resume_mutable(100)
     """Iterations in all."""
     save_every: Count = resume_mutable(0)
-    """Iterations between checkpoints; 0 for the end only."""
-    keep_checkpoints: PositiveCount = resume_mutable(2)
-    """Checkpoints kept beside final."""
-    max_hours: NonNegative = resume_mutable(0.0)
-    """Hours after which this process saves and stops behind a measured block, for --resume to go on; 0 for never."""
+    """Iterations between checkpoints, of which the last two stay; 0 for the end only."""
+    keep_checkpoints: ClassVar[int] = 2
+    max_hours: ClassVar[float] = 0.0
 
 
 class CartPoleEvaluation(Section):

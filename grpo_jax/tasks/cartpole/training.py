@@ -34,7 +34,7 @@ EPISODES, SOLVED = 100, 475.0
 """Greedy episodes of one measurement, and the mean return from which CartPole counts as solved."""
 ENVIRONMENTS, STEPS, MINIBATCHES = 32, 128, 4
 """PPO's carts, steps of each of them per iteration, and updates per pass."""
-CLIP, KL_COEF, VALUE_COEF, GAE_LAMBDA, MAX_GRAD_NORM = 0.2, 0.01, 0.5, 0.95, 0.5
+CLIP, KL_COEF, ENTROPY_COEF, VALUE_COEF, GAE_LAMBDA, MAX_GRAD_NORM = 0.2, 0.01, 0.01, 0.5, 0.95, 0.5
 """The KL penalty (k3), of GRPO and GDPO, is against the policy at the iteration's start."""
 HIDDEN = (64,)
 """Widths of the tanh layers of the policy and of ppo's value network."""
@@ -184,7 +184,6 @@ def group_updates(
     config: CartPoleConfig, apply: Callable, optimizer: optax.GradientTransformation, start: tuple, batch: Batch
 ) -> Learned:
     """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step."""
-    algorithm = config.algorithm
     assert batch.mask is not None
     whole = loss_normaliser(batch.mask, "token")
     chunks = jax.tree.map(lambda x: x.reshape(MAX_STEPS // _CHUNK, _CHUNK, *x.shape[1:]), batch)
@@ -203,7 +202,7 @@ def group_updates(
             kl=KLPenalty(KL_COEF),
             ref_logprobs=chunk.old_logprobs,
             entropy=action_entropy(log_odds),
-            entropy_coef=algorithm.entropy_coef,
+            entropy_coef=ENTROPY_COEF,
         )
 
     gradient = jax.value_and_grad(loss, has_aux=True)
@@ -219,7 +218,7 @@ def group_updates(
         _, ((value, metrics), grads) = jax.lax.while_loop(lambda loop: loop[0] < used, add, (jnp.int32(0), zeros))
         return _apply_gradient(optimizer, carry, value, metrics._asdict(), grads)
 
-    learned, metrics = jax.lax.scan(epoch, start, length=algorithm.epochs)
+    learned, metrics = jax.lax.scan(epoch, start, length=config.algorithm.epochs)
     return learned, jax.tree.map(jnp.mean, metrics)
 
 
@@ -236,7 +235,6 @@ def step_updates(
     To shuffle single steps, and anew for each epoch, would take longer than to learn from them: gathering costs more
     than the network here.
     """
-    algorithm = config.algorithm
 
     def loss(params, part):
         mask = jnp.ones_like(part.actions)
@@ -249,7 +247,7 @@ def step_updates(
             clip_low=CLIP,
             clip_high=CLIP,
             entropy=action_entropy(log_odds),
-            entropy_coef=algorithm.entropy_coef,
+            entropy_coef=ENTROPY_COEF,
         )
         values = apply(params["value"], part.observations)
         value, of_value = value_loss(values, None, part.returns, mask, clip=None)
@@ -265,7 +263,8 @@ def step_updates(
 
     order = jax.random.permutation(key, batch.actions.shape[0])
     parts = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), batch)
-    learned, metrics = jax.lax.scan(lambda carry, _: jax.lax.scan(update, carry, parts), start, length=algorithm.epochs)
+    epochs = config.algorithm.epochs
+    learned, metrics = jax.lax.scan(lambda carry, _: jax.lax.scan(update, carry, parts), start, length=epochs)
     return learned, jax.tree.map(jnp.mean, metrics)
 
 

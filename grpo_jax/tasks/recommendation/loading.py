@@ -57,7 +57,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         setup.info("", note)
     required = 0.9 if task.writes == "query" else 0.0
     retrieval, retriever, share = open_retriever(task.retrieval, catalogue.titles, required=required)
-    where = "in this process" if task.retrieval.backend == "local" else f"service {task.retrieval.service!r} over Ray"
+    where = "in this process" if task.retrieval.backend == "local" else "by a service over Ray"
     line = f"{task.retrieval.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"
     setup.info("retrieval", line)
 

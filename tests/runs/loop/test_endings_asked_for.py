@@ -17,6 +17,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.session import Callbacks, EarlyStopping
 from grpo_jax.train import run
 
+ENTROPY = 2.0  # the target, in nats
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for
 
 
@@ -26,6 +27,7 @@ def config(place):
     values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2, "inner_epochs": 2, "minibatches": 2}
     values["training"] |= {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}
     values["evaluation"] = {"every": 1, "samples": 0, "best_by": "letters"}
+    values["algorithm"] = {**values.get("algorithm", {}), "entropy_target": ENTROPY, "entropy_coef": 0.1}
     return make_config(values)
 
 
@@ -128,6 +130,9 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     other, expected, _ = told
     assert not ended["stopped"] and ended["early_stopping"] == expected["early_stopping"]
     assert_same_run(folder, other)
+    coefficients = [row["entropy_coef"] for row in rows(folder)]  # of each iteration's last update: four are made
+    assert coefficients[0] == pytest.approx(0.1 - 4 * 0.005 * np.sign(rows(folder)[0]["entropy"] - ENTROPY))
+    assert len(set(coefficients)) == STEPS
 
 
 def test_waiting_counts_what_is_no_better():

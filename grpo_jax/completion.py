@@ -1,0 +1,70 @@
+"""`grpo completion bash|zsh`: print a script that completes `grpo` in a shell without starting Python."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from grpo_jax import demo, evaluate, export, predict, recommend, report
+from grpo_jax.config.command_line import find_config, read_config, shipped_configs
+from grpo_jax.config.fields import merged, walk
+from grpo_jax.config.run import TASKS
+from grpo_jax.errors import command, run_parser
+from grpo_jax.planning import MEMORY, TARGET
+
+_SHELLS = {"bash": "", "zsh": "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"}
+_FILE = "FILE"  # any file, as the last of an option's values
+_SCRIPT = """\
+_grpo() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" choices=""
+    if [ "$word" = "=" ]; then word=""; fi
+    if [ "$before" = "=" ]; then before="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
+    if [[ "$word" == -* ]]; then before="${{COMP_WORDS[1]}} -"; fi
+    case "$before" in
+{cases}
+        *) choices="{file}";;
+    esac
+    COMPREPLY=($(compgen -W "${{choices%{file}}}" -- "$word"))
+    local IFS=$'\\n'
+    if [[ "$choices" == *{file} ]]; then COMPREPLY+=($(compgen -f -- "$word")); fi
+}}
+complete -o filenames -F _grpo grpo"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = run_parser("completion", "Prints a script for the shell: source <(grpo completion bash)", reads_run=False)
+    parser.add_argument("shell", choices=_SHELLS)
+    return parser
+
+
+def _values(hint: Any) -> Sequence[str]:
+    """Return the words that a field of this type takes."""
+    if hint in (bool, str) or get_origin(hint) is Literal:
+        return ("true", "false") if hint is bool else (_FILE,) if hint is str else [*map(str, get_args(hint))]
+    return [value for inner in get_args(hint) for value in _values(inner)]
+
+
+def _print(options: argparse.Namespace) -> None:
+    values: dict[str, Sequence[str]] = {}
+    sections = {"all": None}
+    for name in TASKS.kinds:
+        task = TASKS.class_of(name)
+        default = read_config(find_config(task.default_config)) if task.default_config else {}
+        fields = walk(task.config, merged(merged(task.defaults, default), {"task": name}))
+        for field in (field for field in fields if not field.inner and "[]" not in field.path):
+            sections[field.section or "run"] = None
+            values[f"--{field.path}"] = _values(field.info.annotation)
+    trains = ["--config", "--help", "--print_config", "--debug", "--rewards", *values]
+    starts = {"train": trains, "resume": trains, "plan": [MEMORY, TARGET, *trains], "completion": []}
+    for module in (demo, evaluate, export, predict, recommend, report):
+        actions = [action for action in module.make_parser()._actions if action.option_strings]
+        starts[module.__name__.rpartition(".")[2]] = [action.option_strings[-1] for action in actions]
+    values |= {"--config": [*shipped_configs(), _FILE], "--task": [*TASKS.kinds, _FILE], "--help": [*sections]}
+    values |= {"grpo": [*starts], "completion": [*_SHELLS]} | {f"{name} -": words for name, words in starts.items()}
+    cases = [f'        "{word}") choices="{" ".join(names)}";;' for word, names in values.items()]
+    print(_SHELLS[options.shell] + _SCRIPT.format(cases="\n".join(cases), file=_FILE))
+
+
+main = command(make_parser, _print)

@@ -38,7 +38,7 @@ def token_limits(
 ) -> tuple[int | None, list[tuple[PreTrainedTokenizerBase, int]]]:
     """Return the tokens that text encoders without a window of their own are given, and each tokenizer with its limit.
 
-    A `length` of None takes the pipeline's default, and 1 where it only pads what is absent with zeros (Stable
+    A `length` of None takes the pipeline's default, and 1 if it only pads what is absent with zeros (Stable
     Diffusion 3 without T5), which would cost time. UserError if the pipeline does not say how many it reads.
     """
     kind, readers = type(pipeline).__name__, text_readers(pipeline)

@@ -2,7 +2,7 @@
 
 An array handed over without a copy is lent, and read-only by contract: neither side may write to it while the
 other may still read, and it must not be given to a jitted function that donates it (with a living torch view XLA
-copies on a CPU, and refuses on a card). Where that cannot be promised, ask for `copy=True`.
+copies on a CPU, and refuses on a card). If that cannot be promised, ask for `copy=True`.
 """
 
 from contextlib import nullcontext

@@ -45,7 +45,7 @@ def match_precision(precision: str | None) -> None:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder that `path` names; None where it can only be a hub id, UserError where a path does not exist."""
+    """The folder that `path` names; None if it can only be a hub id, UserError if a path does not exist."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

@@ -136,7 +136,7 @@ def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
 
 
 def cards_left() -> list[str] | None:
-    """Cards that this process does not use itself, as `CUDA_VISIBLE_DEVICES` names them; None where there are none.
+    """Cards that this process does not use itself, as `CUDA_VISIBLE_DEVICES` names them; None if there are none.
 
     Used are those that JAX shows it, and those where torch holds memory.
     """

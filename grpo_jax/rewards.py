@@ -1,7 +1,7 @@
 r"""Rewards that everyone writes, for `rewards` of a config by their names: `grpo_jax.rewards:numeric_answer`.
 
 Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns) → a value for each of P·G
-completions, None where it does not apply; other columns are not looked at. Keyword arguments are its `options` in
+completions, None if it does not apply; other columns are not looked at. Keyword arguments are its `options` in
 the config.
 """
 
@@ -20,7 +20,7 @@ Unit = Literal["characters", "words", "tokens"]
 def regex_format(
     prompts: Sequence[str], completions: Sequence[str], *, pattern: str, whole: bool = True, **columns: object
 ) -> list[float]:
-    r"""1 where a completion has a form, else 0.
+    r"""1 if a completion has a form, else 0.
 
     Args:
         pattern: A regular expression of Python's, such as "Answer: \d+"; its dots match line breaks.
@@ -40,7 +40,7 @@ def think_format(
     opened: bool = False,
     **columns: object,
 ) -> list[float]:
-    """1 where a completion thinks first, in one block that is closed, and then says something; else 0.
+    """1 if a completion thinks first, in one block that is closed, and then says something; else 0.
 
     Args:
         tag: Of the block, <think> … </think>.
@@ -61,7 +61,7 @@ def think_format(
 
 
 def _inside(text: str, tag: str) -> str:
-    """Return the inside of the one block that a text is; the text itself without a tag; "" where it is none."""
+    """Return the inside of the one block that a text is; the text itself without a tag; "" if it is none."""
     if not tag:
         return text
     inner = text.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
@@ -113,11 +113,11 @@ def exact_match(
     ignore_case: bool = False,
     **columns: object,
 ) -> list[float | None]:
-    r"""1 where a completion is the answer, white space apart, else 0; None for a row whose answer is None.
+    r"""1 if a completion is the answer, white space apart, else 0; None for a row whose answer is None.
 
     Args:
         answer: Of each: a text, a number, or a list of those that are right.
-        pattern: Where a completion says it: the first group of the last match, such as "<answer>(.*?)</answer>".
+        pattern: Finds the answer in a completion: first group of the last match, as in "<answer>(.*?)</answer>".
             Empty: all of the completion.
         ignore_case: Whether Yes is yes.
 
@@ -159,7 +159,7 @@ def numeric_answer(
     tolerance: float = 0.0,
     **columns: object,
 ) -> list[float | None]:
-    r"""1 where a completion's number is the answer's, else 0; None for a row whose answer is None.
+    r"""1 if a completion's number is the answer's, else 0; None for a row whose answer is None.
 
     The number of a text is the one in its last \boxed{…}, which must be the only one there, or else the text's last
     one. So an answer may be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and

@@ -14,7 +14,7 @@ class Function(Judge):
     """A reward function; named among the rewards, it is one."""
 
     name: str = ""
-    """Where it is, package.module:function or file.py:function."""
+    """Import path, package.module:function or file.py:function."""
     options: Options = {}
     """Arguments of it that are always the same."""
 

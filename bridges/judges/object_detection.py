@@ -41,7 +41,7 @@ class ObjectDetection(Judge):
     threshold: Share = 0.3
     """Score that an object must exceed; 0.9 where the prompt's tag is "counting"."""
     partial: bool = False
-    """Earn the share of what is asked for that is there, in place of 1 where all is and else 0."""
+    """Earn the share of what is asked for that is there, in place of 1 if all is and else 0."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights."""
     batch_size: PositiveCount = resume_mutable(8)
@@ -96,7 +96,7 @@ class Detector:
     def geneval(
         self, images: torch.Tensor, requests: Sequence[Mapping[str, Any]], scorer: Scorer
     ) -> list[float | None]:
-        """Return what pictures [B, 3, H, W] in [0, 1] earn for what is asked; None where nothing is.
+        """Return what pictures [B, 3, H, W] in [0, 1] earn for what is asked; None if nothing is.
 
         Args:
             images: Float, on any device.

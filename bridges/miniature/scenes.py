@@ -46,7 +46,7 @@ _EXPLAINED = 0.5  # an object the nearest shape explains less of than this has n
 
 
 class Found(NamedTuple):
-    """An object that the checker sees: its shape is "" where it has none, its place in pixels from the corner."""
+    """An object that the checker sees: its shape is "" if it has none, its place in pixels from the corner."""
 
     shape: str
     colour: str

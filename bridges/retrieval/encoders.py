@@ -57,7 +57,7 @@ class TfidfEncoder:
         self.identity = f"tfidf-{digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
 
     def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
-        """Encode texts as sparse f32 [B, words], rows of length 1, or 0 where a text has no known word."""
+        """Encode texts as sparse f32 [B, words], rows of length 1, or 0 if a text has no known word."""
         return sparse.csr_matrix(self._vectorizer.transform(texts))
 
 
@@ -95,7 +95,7 @@ class SentenceEncoder:
         self.identity = f"sentence-{digest(_parts_of(self._model))}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Encode texts as f32 [B, width], rows of length 1, or 0 where a text is blank."""
+        """Encode texts as f32 [B, width], rows of length 1, or 0 if a text is blank."""
         vectors = np.zeros((len(texts), self._width), np.float32)
         nonempty = [row for row, text in enumerate(texts) if text.strip()]
         if nonempty:

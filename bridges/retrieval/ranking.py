@@ -104,7 +104,7 @@ class Queries(NamedTuple):
 
     Attributes:
         texts: B texts.
-        targets: i32 [B], rows; -1 where no item's rank is asked for.
+        targets: i32 [B], rows; -1 if no item's rank is asked for.
         exclude: i32 [B, X], rows that are not ranked, padded with -1; never the target.
         history: Of the queries; None for texts alone.
     """
@@ -121,7 +121,7 @@ def make_queries(
     exclude: Sequence[Sequence[int]],
     history: History | None = None,
 ) -> list[Queries]:
-    """Return a call in parts of QUERIES; `targets` is None where no item's rank is asked for."""
+    """Return a call in parts of QUERIES; `targets` is None if no item's rank is asked for."""
     rows = np.full(len(texts), -1) if targets is None else np.asarray(targets, np.int64)
     parts = []
     for start in range(0, len(texts), QUERIES):

@@ -383,8 +383,7 @@ class RewardSection(Section):
     weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
     """Weight among the rewards."""
     condition_on: str | None = None
-    """Label of another reward: this one counts only if that one reaches the threshold. "none" for no condition; null
-    for the task's default, mostly none."""
+    """Label of another reward: this one counts only if that one reaches the threshold; null for no condition."""
     threshold: float = 0.0
     """Threshold of condition_on."""
     options: Options = {}

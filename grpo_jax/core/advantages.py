@@ -65,7 +65,7 @@ def _shifted(rewards: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def group_mean(rewards: jax.Array, present: jax.Array) -> jax.Array:
-    """Mean of each group's present rewards, `[P, 1, N]`; 0 where there are none."""
+    """Mean of each group's present rewards, `[P, 1, N]`; 0 if there are none."""
     lowest, shifted = _shifted(rewards, present)
     mean = masked_mean(shifted, present, axis=1, keepdims=True)
     return select(present.any(axis=1, keepdims=True), lowest) + mean
@@ -213,7 +213,7 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
         weights: `[N]`; ones by default.
 
     Returns:
-        `[P, G]`; NaN where every objective of non-zero weight is missing.
+        `[P, G]`; NaN if every objective of non-zero weight is missing.
 
     Raises:
         ValueError: another rank, or weights of another length.

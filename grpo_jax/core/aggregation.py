@@ -21,7 +21,7 @@ class Mean(NamedTuple):
     weight: ArrayLike
 
     def value(self) -> jax.Array:
-        """total / weight, and 0 where there is no weight."""
+        """total / weight, and 0 if there is no weight."""
         return safe_divide(jnp.asarray(self.total), jnp.asarray(self.weight))
 
 

@@ -67,7 +67,7 @@ def count(mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, dtype=j
 
 
 def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False) -> jax.Array:
-    """Mean of `x` over the places where `mask` is True; 0 where there are none.
+    """Mean of `x` over the places where `mask` is True; 0 if there are none.
 
     Args:
         x: array of a floating type.

@@ -8,7 +8,7 @@ _95 = 1.959963984540054  # deviations of a normal distribution on both sides of 
 
 
 class Interval(NamedTuple):
-    """A mean over prompts and the bounds of its 95 % interval; NaN where there is none."""
+    """A mean over prompts and the bounds of its 95 % interval; NaN if there is none."""
 
     mean: float
     low: float

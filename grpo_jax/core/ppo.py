@@ -26,7 +26,7 @@ class ValueMetrics(NamedTuple):
     def explained_variance(self) -> jax.Array:
         """1 - Var(return - prediction) / Var(return): 1 is perfect, 0 no better than a constant.
 
-        0 where the returns do not vary beyond rounding.
+        0 if the returns do not vary beyond rounding.
         """
         error, target = self.error.value(), self.target.value()
         of_target = self.squared_target.value() - jnp.square(target)
@@ -149,7 +149,7 @@ def value_loss(
 
 
 def _value_metrics(total, clipped, values, returns, mask) -> ValueMetrics:
-    """Means over steps of arrays that are 0 where the mask is False."""
+    """Means over steps of arrays that are 0 if the mask is False."""
     steps = count(mask, dtype=values.dtype)
 
     def mean(x):

@@ -115,7 +115,7 @@ def truncated_importance_weights(
         level: "token" or "sequence".
 
     Returns:
-        `[.., T]` (1 where the mask is False), or `[.., 1]` for "sequence"; at least float32.
+        `[.., T]` (1 if the mask is False), or `[.., 1]` for "sequence"; at least float32.
 
     Raises:
         ValueError: shapes that differ, an unknown level.

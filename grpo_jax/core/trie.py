@@ -35,7 +35,7 @@ class Trie(NamedTuple):
         row: int32 [n], the row of a node with more than C children in `wide`; -1 for others, and the root.
         root: bool [V], the tokens of the root's children.
         wide: uint8 [W, V / 8], the tokens of the children of wide nodes, packed as `numpy.packbits` does.
-        text: int32 [n], which text ends at a node; -1 where none does.
+        text: int32 [n], which text ends at a node; -1 if none does.
     """
 
     first: jax.Array
@@ -157,7 +157,7 @@ def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
 
 
 def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
-    """The node that a token leads to: int32 [..], [..] → int32 [..]; -1 where it is no child's, and from -1."""
+    """The node that a token leads to: int32 [..], [..] → int32 [..]; -1 if it is no child's, and from -1."""
     nodes, tokens = jnp.broadcast_arrays(nodes, tokens)
     here = jnp.maximum(nodes, 0)
     start, end = trie.first[here], trie.first[here + 1]

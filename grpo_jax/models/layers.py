@@ -60,7 +60,10 @@ class Architecture(NamedTuple):
     config: type  # class of its configs
     read: Callable[[ConfigJson], Any]  # (contents of config.json) -> a config
     # its layer, a module made as block(config, dtype, lora, spread, attention, apart) and called as
-    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
+    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values). It calls `spread` on the states
+    # first, unless that is None, and hands lora and apart to its `Projection`s. Queries [P, S, K, H/K, E], keys and
+    # values [P, S, K, E] go to `attend_streams` with LayerInput, Context and `attention`, which returns what the heads
+    # read, [P, S, H·E], and what the layer returns beside the states
     block: type[nn.Module]
     # (config) -> the norm after the last layer
     final_norm: Callable[[Any], nn.Module]

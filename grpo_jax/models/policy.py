@@ -379,7 +379,7 @@ class Policy:
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
 
-        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text. UserError where the
+        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text. UserError if the
         template or the tokenizer fails, or a prompt cannot be encoded.
         """
         chat = bool(getattr(self.tokenizer, "chat_template", None))
@@ -405,7 +405,7 @@ class Policy:
 
         It appears at once, when complete. Adapters are merged into the weights, in float32 and a layer at a time. In
         float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed.
-        Tensors that are not the policy's (a frozen vision tower) are copied. UserError where the folder cannot be
+        Tensors that are not the policy's (a frozen vision tower) are copied. UserError if the folder cannot be
         written.
         """
         variables = {**variables, "params": separate(variables["params"], self.config)}
@@ -414,7 +414,7 @@ class Policy:
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears when complete.
 
-        UserError where there are no adapters, or the folder cannot be written.
+        UserError if there are no adapters, or the folder cannot be written.
         """
         if self.lora is None:
             raise UserError("--adapters: this run trained all weights and has none (policy.lora.rank 0)")

@@ -95,7 +95,7 @@ def group_context(
 def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Context:
     """Context of prompts and rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
 
-    A place holds the token before the one it predicts. Where a completion begins, that token is another's: nobody
+    A place holds the token before the one it predicts. At the start of a completion that token is another's: nobody
     reads it, and its state is not used.
     """
     if steps.shape[2] == 0:

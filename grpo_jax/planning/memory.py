@@ -184,7 +184,7 @@ def _policy_folder(path: str) -> Path:
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     """Return the pictures that the policy is shown, or None, and the plan's line about its vision tower, if any.
 
-    Those of prompts are counted if their file is at hand. Where a renderer draws, a picture comes between two turns.
+    Those of prompts are counted if their file is at hand. If a renderer draws, a picture comes between two turns.
     """
     prompt, observations = 0, (config.sampling.turns - 1) * ("renderer" in config.judges)
     if os.path.exists(config.data.prompts):

@@ -185,7 +185,7 @@ class Program(NamedTuple):
     Attributes:
         function: The jitted function that a run calls.
         arguments: Shapes of its arguments, with their shardings over a mesh.
-        turns: Tokens that its loops of unknown length write; 0 where there are none.
+        turns: Tokens that its loops of unknown length write; 0 if there are none.
     """
 
     function: jax.stages.Wrapped

@@ -113,7 +113,7 @@ def prepare() -> None:
 
 
 def open_devices(target: Target) -> list[jax.Device]:
-    """Return devices to compile for, which nothing can run on; UserError where the compiler is missing."""
+    """Return devices to compile for, which nothing can run on; UserError if the compiler is missing."""
     kind = target.kind
     compilers = ("jax_cuda12_plugin", "jax_cuda13_plugin") if isinstance(kind, Gpu) else ("libtpu",)
     if not any(map(find_spec, compilers)):

@@ -192,7 +192,7 @@ def _picture(image: np.ndarray | None, kind: str) -> Markup:
 
 
 def completions_table(folder: str | Path) -> Table | None:
-    """Read the first completions of the first iteration, the last, and some between; None where there are none."""
+    """Read the first completions of the first iteration, the last, and some between; None if there are none."""
     import pyarrow
     import pyarrow.parquet
 

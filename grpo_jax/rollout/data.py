@@ -104,7 +104,7 @@ def text_bytes(row: Row) -> int:
 
 
 class Rows(Sequence[Row]):
-    """Rows that are made each time they are asked for, by make(place); what they are made of stays where it lies."""
+    """Rows that make(place) makes on each access; their source is not copied."""
 
     def __init__(self, make: Callable[[int], Row], facts: np.ndarray):
         self.make = make
@@ -275,7 +275,7 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
 
 
 def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[object]]]:
-    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None where a row lacks one."""
+    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None if a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}

@@ -19,11 +19,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf.chat import (
-    conversation_encoder,
-    knows_option,
-    picture_tokens,
-)
+from grpo_jax.models.hf.chat import conversation_encoder, knows_option, picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
@@ -53,7 +49,7 @@ _COMPARED = 256
 class Encoded(NamedTuple):
     """Prompts as token ids, on the host: i32 [P, L], left-padded, and their mask bool [P, L].
 
-    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None where the data set has none.
+    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None if the data set has none.
     """
 
     tokens: np.ndarray
@@ -240,7 +236,7 @@ class ParsedCompletion(NamedTuple):
 
     Attributes:
         text: The completion, as the task reads it.
-        valid: Whether the policy wrote it; false where another text stands in.
+        valid: Whether the policy wrote it; false if another text stands in.
     """
 
     text: str
@@ -288,7 +284,7 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
 def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
     """Return the tree of a task's texts, of which a completion is one; None for any text.
 
-    Of texts with the same tokens the first counts. UserError where a text is longer than sampling.max_new_tokens, or
+    Of texts with the same tokens the first counts. UserError if a text is longer than sampling.max_new_tokens, or
     has no token of its own.
     """
     if texts is None:
@@ -321,7 +317,7 @@ def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
 def make_decode(
     tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], ParsedCompletion]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
-    """Return decode(token ids, user's prompt) → (as written, what is judged of it), without special tokens.
+    """Return decode(token ids, user's prompt) → (raw completion, parsed completion), without special tokens.
 
     In the form "append" a completion goes on with its prompt.
     """
@@ -344,7 +340,7 @@ def make_decode(
 def completion_statistics(
     prompts: Sequence[str], texts: Sequence[Sequence[str]], valid: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
-    """Measure the texts `[P][G]` of one batch, beside what they score: a watch on reward hacking.
+    """Measure the texts `[P][G]` of one batch, to detect reward hacking.
 
     Returns:
         "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier

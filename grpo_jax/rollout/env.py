@@ -57,10 +57,10 @@ class Turn:
     Attributes:
         completion: The parsed completion, which is judged.
         raw_completion: The policy's text.
-        valid: Whether `completion` is parsed from it; false where another text stands in.
+        valid: Whether `completion` is parsed from it; false if another text stands in.
         truncated: Whether it was cut off at max_new_tokens.
         rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
-        image: Picture drawn of the completion, in torch: float [3, H, W] in [0, 1]; None where nothing was.
+        image: Picture drawn of the completion, in torch: float [3, H, W] in [0, 1]; None if nothing was.
         observation: The environment's; None of the last turn.
     """
 
@@ -112,7 +112,7 @@ def as_uint8(picture: Source) -> np.ndarray:
 
 
 class EnvError(UserError):
-    """An environment that failed; what it raised is the cause."""
+    """An environment that failed, with its exception as the cause."""
 
     def __init__(self, reason: str):
         super().__init__(f"the environment: {reason}")
@@ -148,7 +148,7 @@ EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int
 class ObservationTokens(NamedTuple):
     """Observations as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
 
-    The mask is false where a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
+    The mask is false if a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
     """
 
     tokens: np.ndarray
@@ -236,7 +236,7 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
 
 
 def _failure(error: BaseException) -> EnvError:
-    """Describe what an environment raised."""
+    """Describe an environment's exception."""
     if isinstance(error, EnvError):
         return error
     failure = EnvError(str(error) if isinstance(error, UserError) else reason_of(error))
@@ -256,7 +256,7 @@ def ask_environment(
     """Ask for observations to some completions of a chunk of `shape` (P, G), and encode them.
 
     `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
-    these completions, and so have the observations: None where the environment failed and `env` is lenient,
+    these completions, and so have the observations: None if the environment failed and `env` is lenient,
     otherwise it raises EnvError.
     """
     observations = collect_observations(env.step, rows, episodes)
@@ -285,7 +285,7 @@ def ask_environment(
 def _encoded(
     encode: EncodeObservation, observation: Observation, ended: bool, grids: Sequence[np.ndarray]
 ) -> tuple[Observation, list[int]]:
-    """Encode an observation, or what it says is read in its place where that fails; return the one that is read."""
+    """Encode an observation, or a text about its failure in its place; return the one that is read."""
     try:
         return observation, encode(observation, ended, grids)
     except EnvError:

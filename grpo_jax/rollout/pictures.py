@@ -33,7 +33,7 @@ _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+
 
 
 class File(NamedTuple):
-    """A picture's file, and what the data set calls it."""
+    """A picture's file, and its name in the data set."""
 
     path: Path
     name: str
@@ -273,7 +273,7 @@ def thumbnail(source: Source, size: int) -> np.ndarray:
 
 
 def pictures_column(pictures: Sequence[Sequence[Source]]) -> dict[str, pyarrow.Array]:
-    """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} where there are none.
+    """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} if there are none.
 
     As in Hugging Face's data sets, {bytes, path}: a file by its path, any other picture as a small PNG.
     """

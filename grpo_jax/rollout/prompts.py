@@ -287,7 +287,7 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
 
 
 def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
-    """Raise UserError where no record has a prompt, or a column that the config names."""
+    """Raise UserError if no record has a prompt, or a column that the config names."""
     has = f"{short_name(subject)} has {short_repr(', '.join(names), 120)}"
     for new, old in columns.items():
         if old not in names:

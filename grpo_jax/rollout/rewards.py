@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Reward = Callable[..., Any]
 Columns = Mapping[str, Any]
-"""Arguments of rewards by name, P·G values each: lists, or what was drawn as one tensor."""
+"""Arguments of rewards by name, P·G values each: lists, or pictures as one tensor."""
 
 PICTURES = ("images", "baseline_images")
-"""Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
+"""Arguments of rewards with pictures; they stay on the scorer's device."""
 
 MESSAGES = ("prompt_messages", "completion_messages")
 """Prompts and completions as chat messages."""
@@ -59,7 +59,7 @@ class Maker(NamedTuple):
 
 
 class RewardError(UserError):
-    """A reward that failed. ``reward`` is its name; what it raised is the cause."""
+    """A reward that failed. ``reward`` is its name; its exception is the cause."""
 
     def __init__(self, reward: str, reason: str):
         super().__init__(f"reward {one_line(reward, 60)}: {reason}")
@@ -67,7 +67,7 @@ class RewardError(UserError):
 
 
 class BadReturn(TypeError):
-    """A reward that returned what is no list of values; says what it must return."""
+    """A reward with a result that is no list of values; the message says the right form."""
 
 
 def collect_rewards(
@@ -92,7 +92,7 @@ def collect_rewards(
             always passes.
 
     Returns:
-        f32[P, G, N]; NaN where a reward is missing.
+        f32[P, G, N]; NaN if a reward is missing.
     """
     count = len(completions)
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
@@ -127,7 +127,7 @@ def _call(function: Reward, name: str, arguments: Columns) -> object:
 
 
 def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
-    """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
+    """Return a reward's result as f64 [count]; NaN for None and, if lenient, for a number that is not finite."""
     at_work(f"reward {name}")
     with _blamed(name):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
@@ -156,8 +156,8 @@ def make_score(
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
-    Where a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
-    and prompts and completions as chat messages. Where the policy writes once, "place_in_group" counts a group's
+    If a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
+    and prompts and completions as chat messages. If the policy writes once, "place_in_group" counts a group's
     completions from 0, so that a reward sees where a group begins.
 
     Args:
@@ -246,7 +246,7 @@ def _begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def finished(returned: T | Coroutine[Any, Any, T]) -> T:
-    """Return what a reward returned, awaited if the reward is `async def`."""
+    """Return a reward's result, awaited if the reward is `async def`."""
     return _begin(returned).result() if isinstance(returned, Coroutine) else returned
 
 
@@ -349,7 +349,7 @@ def as_list(returned: Any, count: int) -> list[object]:
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-"""Numbers are compared as they are stored: what overflows float32 is not finite there."""
+"""Numbers are compared as stored: a number beyond float32 is not finite there."""
 _NO_NUMBERS = (str, bytes, bytearray, complex, np.complexfloating, np.datetime64, np.timedelta64)
 """Types that `float` takes, or NumPy turns into a number with a warning."""
 

@@ -43,7 +43,7 @@ class RolloutFns(NamedTuple):
     Attributes:
         encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
         decode: (token ids of one completion, the user's prompt) → (completion as written, its `ParsedCompletion`).
-        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
+        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None if nothing is drawn.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards; NaN is missing.
             In tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
             the policy wrote, where it did.
@@ -52,7 +52,7 @@ class RolloutFns(NamedTuple):
         gallery: How many of the first held-out rows keep the pictures of their episodes.
         prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
             [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
-        env: None where the policy writes once.
+        env: None if the policy writes once.
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
@@ -72,7 +72,7 @@ class Rollout(NamedTuple):
 
     Attributes:
         episodes: `[P][G]`, as tasks see them: texts, pictures, observations.
-        rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
+        rewards: f32 [P, G, U, N]; NaN if one is missing, and of turns that do not exist.
         eval_rewards: f32 [P, G, U, W], likewise.
         samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None of given
             texts.
@@ -111,7 +111,7 @@ class Rollout(NamedTuple):
 
     @property
     def valid_turns(self) -> np.ndarray:
-        """bool [P, G, U], false where a turn's text could not be read and another stands in."""
+        """bool [P, G, U], false if a turn's text could not be read and another stands in."""
         valid = np.ones(self.rewards.shape[:3], bool)
         for p, g in np.ndindex(valid.shape[:2]):
             turns = self.episodes[p][g].turns
@@ -203,7 +203,7 @@ def _by_chunk(work: Work, rows: Sequence[Row], chunk: Callable[[int, slice], Rol
 
 
 class _Chunk:
-    """Part of a batch: p prompts, and what is known of their completions so far. `start` is its first row.
+    """Part of a batch: p prompts, and their completions so far. `start` is its first row.
 
     Attributes:
         episodes: `[p][G]`, as far as they have come.
@@ -294,7 +294,7 @@ class _Chunk:
         return self.fns.encode_images(variables, pictures)
 
     def _read_turn(self, samples: Samples) -> None:
-        """Add what was sampled to the active episodes."""
+        """Add the samples to the active episodes."""
         for p, g in self._places:
             raw, parsed = self.fns.decode(_tokens(samples, (p, g)), self.rows[p].prompt)
             turn = Turn(parsed.text, raw, parsed.valid, bool(samples.truncated[p, g]))

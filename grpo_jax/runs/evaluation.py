@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
     """Means over prompts by measure name (`TOTAL` among them), with one judged episode per prompt.
 
     `samples` are `sample_measures` of several completions per prompt, the
-    others being of the first; None where each prompt has one.
+    others being of the first; None if each prompt has one.
     """
 
     measures: dict[str, float]
@@ -58,7 +58,7 @@ class Evaluation(NamedTuple):
 def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
     """Measure the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
-    Where the task lists the possible texts, the first of its ranking takes the greedy completion's place.
+    If the task lists the possible texts, the first of its ranking takes the greedy completion's place.
     """
     if ctx.samplers.rank is not None and not sampled:
         return evaluate_ranking(ctx, variables, rows)
@@ -85,7 +85,7 @@ def asked_to_watch(ctx: RunContext) -> list[str]:
 
 
 def watched_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
-    """Return what was asked to be watched, of each prompt by name; rounded for checkpoints."""
+    """Return the eval_rewards of each prompt by name, rounded for checkpoints."""
     values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(ctx.fns.eval_reward_names, values.tolist(), strict=True))
     return {name: columns[name] for name in asked_to_watch(ctx)}
@@ -203,10 +203,10 @@ def measures_by_column(ctx: RunContext, rows: Sequence[Row], evaluation: Evaluat
 
 
 def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
-    """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
+    """Mean of each reward as judged, of each watched measure, and of the training objective: `TOTAL`.
 
     The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
-    mean to take a missing value's place); NaN where an objective is missing in all rows.
+    mean to take a missing value's place); NaN if an objective is missing in all rows.
     """
     judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
     objectives = weigh(ctx, rollout)
@@ -216,7 +216,7 @@ def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
 
 
 def _present_means(values: np.ndarray) -> list[float]:
-    """Means of the present values [.., N] of each column; NaN where there is none."""
+    """Means of the present values [.., N] of each column; NaN if there is none."""
     return [present_mean(column) for column in np.moveaxis(values, -1, 0)]
 
 
@@ -275,7 +275,7 @@ class Asker:
         return rollout.episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:
-        """Return the prompt as it is, judged in a rewrite's place; None where it is none."""
+        """Return the prompt as it is, judged in a rewrite's place; None if it is none."""
         texts = self.ctx.task_data.report.references([row]).get("unchanged")
         return evaluate_texts(self._judging(row), [row], texts).episodes[0] if texts else None
 

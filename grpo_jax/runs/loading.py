@@ -1,4 +1,4 @@
-"""Load what a config names: first whatever can fail without weights, then policy and judges."""
+"""Load everything that a config names: checks without weights first, then policy and judges."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def make_rollout_fns(
 
 
 def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> EnvSettings | None:
-    """Make the environment's side of an episode's turns; None where the policy writes once."""
+    """Make the environment's side of an episode's turns; None if the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None
@@ -360,7 +360,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
 
 
 def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
-    """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
+    """Refuse a best checkpoint or early stopping by an unmeasured metric, and kinds that no prompt has."""
     training, names = config.training, (SCORE, *fns.reward_names, *fns.eval_reward_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)

@@ -1,6 +1,6 @@
-"""Processes of a run: what they find compiled, and how several of them join, compare themselves and end together.
+"""Processes of a run: the cache of compiled programs; how several processes join, compare and end together.
 
-Where one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
+If one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
 one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
@@ -93,7 +93,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
 def join(config: Any) -> Any:
     """Join the processes that the environment announces, and return the config with the run_dir of process 0.
 
-    Raises UserError in all processes if they differ in what must be the same.
+    Raises UserError in all processes if they differ where they must agree.
     """
     count, _ = announced()
     if count == 1:
@@ -206,11 +206,11 @@ def _is_of_another(error: BaseException | None) -> bool:
 
 
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Let JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
+    """Let JAX cache programs that compile for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
     JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
     folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
-    what lies there is run. Return the folder; None where nothing was changed.
+    what lies there is run. Return the folder; None if nothing was changed.
     """
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if folder or {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():

@@ -54,7 +54,7 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
 def load_given(
     config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], leaving: ExitStack
 ) -> RunContext:
-    """Load a run; name what was given in Python in its config, and keep prompts beside it."""
+    """Load a run; name objects given in Python in its config, and keep prompts beside it."""
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         write_atomically(output.directory.config, to_yaml(given.config))

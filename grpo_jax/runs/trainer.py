@@ -26,14 +26,7 @@ from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.metrics import (
-    TOTAL,
-    completion_columns,
-    fallen,
-    iteration_row,
-    reward_streaks,
-    update_metrics,
-)
+from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of

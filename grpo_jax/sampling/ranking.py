@@ -89,7 +89,7 @@ def levels_of(trie: Trie) -> list[Level]:
 
 
 def _only_texts(first: np.ndarray, text: np.ndarray) -> np.ndarray:
-    """The one text at or below each node, int [n]; -1 where there are several."""
+    """The one text at or below each node, int [n]; -1 if there are several."""
     only = text.copy()
     for node in reversed(np.flatnonzero(np.diff(first) == 1).tolist()):  # children are numbered behind their parents
         only[node] = only[first[node] + 1]

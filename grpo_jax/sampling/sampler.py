@@ -49,7 +49,7 @@ class Samples(NamedTuple):
         sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
         truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
-            what was said to it in between. None where the policy wrote all of it.
+            what was said to it in between. None if the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
     """
 

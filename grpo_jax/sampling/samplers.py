@@ -101,7 +101,7 @@ def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarr
 def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
     """The `stop_table` of sampling.stop for a vocabulary of V; None without any.
 
-    UserError where a stop string holds a special token, which no text shows, or the tokenizer's texts are not those
+    UserError if a stop string holds a special token, which no text shows, or the tokenizer's texts are not those
     of its tokens one after another.
     """
     if not stops:
@@ -164,7 +164,7 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
 
 
 def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton over bytes: next state int [S, 256], and bool [S], true where a stop string has just ended."""
+    """The automaton over bytes: next state int [S, 256], and bool [S], true if a stop string has just ended."""
     children: list[dict[int, int]] = [{}]
     complete = [False]
     for stop in stops:

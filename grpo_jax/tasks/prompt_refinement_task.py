@@ -1,4 +1,4 @@
-"""The task: rewrite a prompt, see what was drawn of it, and write a better one."""
+"""The task: rewrite a prompt, see its picture, and write a better one."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class PromptRefinement(PictureTask):
     default_config: ClassVar[str | None] = "prompt_refinement_miniature"
 
     observation: str = ""
-    """What is said between two turns; {prompt} stands for the user's. Empty: a request to fix what is wrong."""
+    """Message between two turns, with {prompt} for the user's prompt; empty for a request to fix the mistakes."""
     shown: Shown = "drawn"
-    """What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none", or that
-    of an "other" user's prompt. The last two are controls."""
+    """Picture between two turns: the one of the policy's prompt ("drawn"), "none", or one of an "other" user's prompt.
+    The last two are controls."""
 
     def check(self, config: Config) -> None:
         """Refuse settings that no picture task has, and a single turn."""
@@ -84,7 +84,7 @@ def make_step(instruction: str, shown: Shown) -> Env:
 
 
 def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """Return for each row the picture of the next other prompt, cyclically; None where there is none."""
+    """Return for each row the picture of the next other prompt, cyclically; None if there is none."""
     following = []
     for index, row in enumerate(rows):
         after = (other % len(rows) for other in range(index + 1, index + len(rows)))

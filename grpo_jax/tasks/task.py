@@ -81,7 +81,7 @@ class TurnEnvironment(NamedTuple):
     """The environment that answers the policy between its turns (sampling.turns).
 
     Attributes:
-        step: (rows, episodes) → an `Observation` of each, a text, or None where the episode is done; None
+        step: (rows, episodes) → an `Observation` of each, a text, or None if the episode is done; None
             for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether observations hold pictures that no prompt has: the policy then needs its vision tower.
@@ -95,7 +95,7 @@ class TurnEnvironment(NamedTuple):
 
 
 def decode_picture(value: object) -> object:
-    """Return the picture of a PNG in base64; anything but text as it is. ValueError where it is none."""
+    """Return the picture of a PNG in base64; anything but text as it is. ValueError if it is none."""
     if not isinstance(value, str):
         return value
     from PIL import Image
@@ -178,7 +178,7 @@ class ShownTurn(NamedTuple):
     Attributes:
         scores: Rewards and watched measures by name, NaN where missing.
         image: The picture drawn of it, uint8 [H, W, 3], or None.
-        observation: The environment's text; None where the episode ended.
+        observation: The environment's text; None if the episode ended.
         pictures: The observation's, uint8 [H, W, 3].
     """
 
@@ -248,7 +248,7 @@ class TaskReport:
     Attributes:
         references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
         statistics: (rows, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch.
-        remember: (name, rollouts by kind) → what the findings need of a measurement; goes into checkpoints.
+        remember: (name, rollouts by kind) → data of a measurement for the findings; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
         columns: Columns of the rows that the report's table shows: {heading: column}.
     """
@@ -267,17 +267,17 @@ class TaskData:
     Attributes:
         prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
         rewards: The task's own.
-        source: Where the prompts are from, in a word; "" for the name in data.prompts.
+        source: Origin of the prompts, in a word; "" for the name in data.prompts.
         render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`,
-            iteration, evaluation) → pictures; None where nothing is drawn.
+            iteration, evaluation) → pictures; None if nothing is drawn.
         environment: Observations between two turns.
         report: Results beside the rewards.
         pairs: () → (prompt, text) pairs that SFT teaches, the prompt a text or, with pictures, one of the
             rows; of episodes (prompt, text, observation, text, …); None if there are none.
         vocabulary: Of a new policy; None if there is none.
-        identity: What must be the same when a run is resumed or evaluated, beside the config.
+        identity: Values that must stay the same when a run is resumed or evaluated, besides the config.
         choices: The list of texts that may be written; None for any text.
-        invalid: What a completion earns in training that could not be read.
+        invalid: Rewards of an invalid completion in training.
     """
 
     prompts: PromptSet
@@ -294,7 +294,7 @@ class TaskData:
 
 
 class Task(Section):
-    """What a policy is to learn.
+    """A task of a policy.
 
     Attributes:
         config: Type of a run's config; its field `task` holds the task.

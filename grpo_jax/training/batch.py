@@ -52,7 +52,7 @@ def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) 
 
 
 def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
-    """Share rows between a group's completions, longest first; None where that saves little.
+    """Share rows between a group's completions, longest first; None if that saves little.
 
     `mask` is bool [P, G, T], true for the first tokens of each completion; one without tokens takes no place. A
     program for shared rows is worth compiling from T = `shortest` on. R is the same for all prompts.
@@ -96,7 +96,7 @@ def packed(tokens: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array, j
 
 
 def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
-    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 where the mask [P, G, T] is false."""
+    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 if the mask [P, G, T] is false."""
     steps = jnp.arange(mask.shape[-1], dtype=jnp.int32)
     place = jnp.where(mask, packing.start[..., None] + steps, 0).reshape(mask.shape[0], -1)
     gathered = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
         prompt_mask: bool [P, L].
         tokens: i32 [P, G, T].
         mask: bool [P, G, T], tokens the policy wrote and learns from, EOS included.
-        advantages: f32 [P, G], or [P, G, T] under PPO; None where they wait for the values.
+        advantages: f32 [P, G], or [P, G, T] under PPO; None if they wait for the values.
         scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
         old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that
             sampled unless that was done ahead; None with one update per batch.

@@ -119,7 +119,7 @@ def make_turn_objectives(
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:
-    """Weighted sums f32 [P, G]; `sum_rewards` fills the places of missing objectives, NaN where all are missing."""
+    """Weighted sums f32 [P, G]; `sum_rewards` fills the places of missing objectives, NaN if all are missing."""
     total = np.asarray(objectives.rewards) @ np.array(objectives.weights, np.float32)
     return np.where(np.isnan(total), sum_rewards(objectives.rewards, weights=objectives.weights), total)
 

@@ -242,7 +242,7 @@ def make_configured_step(
 
 
 def make_adaptation(section: AlgorithmSection) -> Callable[[EntropyControl, jax.Array], EntropyControl] | None:
-    """Make the function that moves the entropy coefficient, or None where it stays."""
+    """Make the function that moves the entropy coefficient, or None if it stays."""
     if section.entropy_target is None:
         return None
     return partial(adapt_entropy_coef, target=section.entropy_target, delta=section.entropy_coef_delta)
@@ -308,7 +308,7 @@ class Learner:
     def start(self, variables: Variables) -> TrainState:
         """Return the initial state, which takes the trained weights over.
 
-        Where they are not the reference, `variables` can be read until the first update only.
+        If they are not the reference, `variables` can be read until the first update only.
         """
         config, every = self.config, self.config.algorithm.update_ref_every
         state = init_state(

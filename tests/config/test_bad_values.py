@@ -111,7 +111,7 @@ train | train: expected an option, such as --config FILE
 --task=environment --task.environment=[a.py:A] --data.validation=a.jsonl | data.validation: expected nothing
 --task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
 --task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
---task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 finite numbers
+--task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 numbers
 --task=cartpole --algorithm.objectives=[upright,upright] | algorithm.objectives: expected one or more, each once
 --task=cartpole --algorithm.condition=5 | algorithm.condition: expected 0 without both objectives
 --task=cartpole --training.iterations=15 | training.iterations: expected a multiple of evaluation.every = 10, got 15

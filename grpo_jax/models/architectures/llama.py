@@ -111,7 +111,7 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of a text that the folder has positions for, scaled ones included; None where it does not say."""
+        """Tokens of a text that the folder has positions for, scaled ones included; None if it does not say."""
         if self.max_positions is None:
             return None
         scaled = (self.rope.original_length or self.max_positions) * self.rope.factor
@@ -386,7 +386,7 @@ def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """Inputs of each layer, [layers] each; None where no layer differs from the default."""
+    """Inputs of each layer, [layers] each; None if no layer differs from the default."""
     inputs = LayerInput()
     if config.attention_scale is not None:
         inputs = inputs._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))

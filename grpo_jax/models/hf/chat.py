@@ -147,7 +147,7 @@ def texts_encoder(
     """Return encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts alone.
 
     `render` puts `count` texts into their frame: a chat template, an instruction. No text becomes a special token or
-    one of `further_marks`. UserError where the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
+    one of `further_marks`. UserError if the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
     text like a mark stands inside a template that does not keep it apart.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
@@ -161,7 +161,7 @@ def texts_encoder(
     expected = marks_in(whole_frame)
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
-        """Encode the texts by themselves; None where the template does not show them as they are."""
+        """Encode the texts by themselves; None if the template does not show them as they are."""
         cut = _around(frame, fillers, text, texts)
         if cut is None:
             return None
@@ -336,7 +336,7 @@ def observation_encoder(
 
     An answer is a message of `role`, or several, one after another. All of it is text, whatever it says. The tokens
     follow the end token that the policy wrote; where it was cut off before one (not `ended`) they begin with it. A
-    tokenizer without a chat template gets the answer as plain text. UserError where the template fails or does not
+    tokenizer without a chat template gets the answer as plain text. UserError if the template fails or does not
     show such a message, or as of `texts_encoder`.
 
     `picture` are the tokens before, of and behind a picture, () for a model that sees none; the second stands as

@@ -118,7 +118,7 @@ def save_folder(
 
     Configuration and tokenizer are the source's, and so is the vision tower unless `params` hold one (``visual``);
     adapters are merged into them (``lora.merge``). Without `dtype` each tensor keeps the source's. The folder appears
-    at once when it is complete, replacing an earlier export; UserError where it is in use for something else. Weights
+    at once when it is complete, replacing an earlier export; UserError if it is in use for something else. Weights
     loaded and saved without a change are bit-equal.
     """
     folder, source = Path(folder), resolve_folder(source_folder)

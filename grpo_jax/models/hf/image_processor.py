@@ -82,7 +82,7 @@ class PictureSettings:
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a prepared picture, in pixels: `edge`, or as the processor's `smart_resize` has it.
 
-        ValueError where the picture is longer than the processor takes.
+        ValueError if the picture is longer than the processor takes.
         """
         if min(height, width) < 1 or max(height, width) > LONGEST_SHAPE * min(height, width):
             raise ValueError(
@@ -109,7 +109,7 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
     """Read the settings of a local folder; patches must be cut as the tower of `vision` takes them.
 
     `size` is the `edge`: 0 keeps each picture's shape; None takes the architecture's, within the folder's limits.
-    UserError where there are no settings, they are of another processor, or the size does not fit them.
+    UserError if there are no settings, they are of another processor, or the size does not fit them.
     """
     path, fields = _fields(folder)
     with as_user_error(str(path), ValueError):

@@ -53,7 +53,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
-    """The adapters' configuration, None where all weights are trained; UserError where they do not fit the model."""
+    """The adapters' configuration, None if all weights are trained; UserError if they do not fit the model."""
     if section.path is not None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:
@@ -71,7 +71,7 @@ def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
 def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:
     """Write adapters that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
-    The folder appears at once when it is complete, replacing an earlier one. UserError where it cannot be written or
+    The folder appears at once when it is complete, replacing an earlier one. UserError if it cannot be written or
     is in use for something else.
 
     Args:

@@ -62,7 +62,7 @@ def shapes(config: ModelConfig) -> dict[str, PyTree]:
 def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:
     """Table of tensor name → place, in the naming that a folder with these names uses.
 
-    Where the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
+    If the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
     """
     names = set(names)
     naming = architecture_of(config).naming

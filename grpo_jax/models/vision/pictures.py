@@ -120,7 +120,7 @@ _Shown = TypeVar("_Shown", bound=Pictures | PictureStates)
 
 
 def joined_some(parts: Sequence[_Shown | None], counts: Sequence[int]) -> _Shown | None:
-    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any.
+    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None if none has any.
 
     Rows of chunks without pictures, `counts` of each, get empty slots.
     """
@@ -137,7 +137,7 @@ def joined_some(parts: Sequence[_Shown | None], counts: Sequence[int]) -> _Shown
 
 
 def chained(parts: Sequence[_Shown | None]) -> _Shown | None:
-    """Join pictures [P, G, I, ..] of the same completions, one behind the other; None where there are none."""
+    """Join pictures [P, G, I, ..] of the same completions, one behind the other; None if there are none."""
     some = [part for part in parts if part is not None]
     return _concatenate(some, 2) if some else None
 

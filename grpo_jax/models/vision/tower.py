@@ -83,7 +83,7 @@ def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
 def attend_patches(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Array) -> jax.Array:
     """Softmax attention of patches [.., S, H, E] over the readable ones, bool [.., S]; scores are float32.
 
-    Where there would be too many scores at once, heads take turns.
+    If there would be too many scores at once, heads take turns.
     """
     heads = max(1, _MOST_SCORES * query.shape[-2] // math.prod((*query.shape[:-1], query.shape[-3])))
     if heads >= query.shape[-2]:

@@ -164,7 +164,7 @@ def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: 
 
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
-    """Return 1 where a user took an item in training, [U, I]."""
+    """Return 1 if a user took an item in training, [U, I]."""
     taken = [sorted(set(user.items)) for user in users]
     return weights_by_row(taken, np.ones(sum(map(len, taken))), items)
 
@@ -201,7 +201,7 @@ def title_baselines(
 
 
 Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
-"""Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
+"""Histories (rows of the catalogue, oldest first) → f32 [P, I], added to the log-probabilities."""
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:

@@ -24,7 +24,7 @@ class Catalogue:
     """All items, in the order of their file: an item's place in it is its *row*, found in `rows` by its id.
 
     Attributes:
-        titles: I titles, white space collapsed; "" where the file has none.
+        titles: I titles, white space collapsed; "" if the file has none.
         names: I texts, the words of each item's own by which a policy reads and writes it; () where it uses titles.
     """
 

@@ -134,8 +134,8 @@ class Dataset(NamedTuple):
 
     Attributes:
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
-        known: What training knows of each user (`Split`).
-        notes: What a rule left out or changed.
+        known: Each user's training history (`Split`).
+        notes: Changes by a rule.
     """
 
     catalogue: Catalogue
@@ -162,7 +162,7 @@ def sft_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[s
 
 
 def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence]) -> list[str]:
-    """Return the title of the item most often taken together with each history's last; "" where there is none.
+    """Return the title of the item most often taken together with each history's last; "" if there is none.
 
     The history itself is left out, and its own user is not counted: their row knows what they took later. `users` is
     what training knows.

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridges.judges.stable_diffusion_3 import StableDiffusion3
+from bridges.judges import PipelineJudge
 from bridges.miniature.world import lens_of, look, undone
 
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-class HiddenLens(StableDiffusion3):
+class HiddenLens(PipelineJudge):
     """Draws with the miniature's renderer and shows each picture through the lens of its seed.
 
-    A prompt's pictures share their seed, hence their lens: what one of them shows helps with the next.
+    A prompt's pictures share their seed, hence their lens: one of them helps with the next.
     """
 
     def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N"."""
-        renderer = super().load(device)
+        from bridges.diffusion import load_stable_diffusion_3
+
+        own = {"dtype": self.dtype, "cache_megabytes": self.cache_megabytes}
+        renderer = load_stable_diffusion_3(self.path, device, *self.settings(), **own)
         renderer.kind += " behind hidden lenses"
         renderer.change = lambda images, seeds: look(images, [lens_of(seed) for seed in seeds])
         return renderer
@@ -27,3 +30,9 @@ class HiddenLens(StableDiffusion3):
     def oracle(self, best: str, seed: int) -> str:
         """The best words for a request, given the lens of its seed and those that are best without."""
         return undone(best, lens_of(seed))
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights from the config files, and the working memory of the VAE."""
+        from bridges.loading import renderer_memory
+
+        return renderer_memory(self)

@@ -177,7 +177,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _without_value(option: str) -> str:
-    """Return the line about an option without a value: what it is called here, if it is another program's."""
+    """Return the line about an option without a value, with its name here if it is another program's."""
     if other := hint_for(option.rpartition(".")[2].removeprefix("--")):
         return f"{short_name(option)}: no such option; {other}"
     near = difflib.get_close_matches(option, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)

@@ -1,7 +1,7 @@
 """The two adapters that make an environment: classes with `reset` and `step`, and Python functions as tools.
 
 Tools are offered to the policy as JSON schemas, called as it writes, and answered as text.
-`data.tools` names them by import path. A class among them is what TRL calls an environment factory: each episode has
+`data.tools` names them by import path. A class among them is TRL's environment factory: each episode has
 one object, whose public methods are tools. `reset(**row)` begins it and may add to its prompt, `get_reward()` may judge
 it.
 """

@@ -25,7 +25,7 @@ from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.
-ARCHITECTURES = ("smollm3", "qwen3_moe", "gemma3_text")
+ARCHITECTURES = (pytest.param("smollm3", marks=pytest.mark.wide), "qwen3_moe", "gemma3_text")
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -107,14 +107,14 @@ class OwnBlock(nn.Module):
     lora: LoraConfig | None = None
     spread: Callable | None = None
     attention: str = "rows"
-    apart: bool = False
+    products: str = ""
 
     @nn.compact
     def __call__(self, x, layer_input, context):
         c, heads = self.config, (*x.shape[:-1], self.config.num_heads, self.config.head_dim)
 
         def projection(name, features, x):
-            return Projection(features, False, self.dtype, self.lora, self.apart, name=name)(x)
+            return Projection(features, False, self.dtype, self.lora, self.products, name=name)(x)
 
         def norm(x):
             return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.layer_norm_eps)

@@ -79,7 +79,7 @@ PARTITIONS = (
     Partition(f"layers/{_FUSED}/a", P(None, _BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
     # A few kilobytes each: whole on every device.
-    Partition("scale|excess|bias|value/kernel", P()),
+    Partition("scale|excess|bias|value/kernel|ns_coeffs", P()),
 )
 """State of an optimizer follows its parameter, for its path ends alike. Scalars are on every device."""
 

@@ -29,7 +29,7 @@ from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
 from grpo_jax.runs.session import Record
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives
+from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives, require_binary
 from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables
 
 Locks = defaultdict[str, threading.Lock]
@@ -96,7 +96,7 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     leaf = jax.tree.leaves(ctx.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
     rewards, lengths = jax.device_put((rollout.rewards, rollout.lengths), device)
-    return make_turn_objectives(
+    objectives = make_turn_objectives(
         rewards,
         lengths,
         algorithm,
@@ -106,6 +106,9 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
         valid=rollout.valid_turns if training and invalid != "prompt" else None,
         fill=invalid == "worst",
     )
+    if training and algorithm.advantage == "maxrl":
+        require_binary(objectives)
+    return objectives
 
 
 def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch:

@@ -28,6 +28,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
+from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
@@ -112,6 +113,7 @@ class Trainer:
         self.iterations = ctx.iterations
         assert ctx.learner is not None
         self.learner = ctx.learner
+        self.teacher = load_teacher(ctx.config, ctx.policy, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
         self.rollouts = Rollouts(ctx)
         self._begun = False  # there are a state and a progress to save
 
@@ -165,7 +167,7 @@ class Trainer:
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
         if written < rows:
-            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: what is missing stays so")
+            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: missing rows stay missing")
         output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
             output.info(
@@ -192,6 +194,8 @@ class Trainer:
             rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
             batch = batch_of(ctx, rollout, objectives)
+            if self.teacher is not None:
+                batch = batch._replace(ref_logprobs=self.teacher(batch))
             if i == first:
                 output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)

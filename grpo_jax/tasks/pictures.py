@@ -138,6 +138,41 @@ def questions(
     return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(lists)]
 
 
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def soft_tifa(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    vqa_list: list[list[tuple[str, str]] | None],
+    scorer: Answerer,
+    **columns: object,
+) -> list[float | None]:
+    """GenEval 2's Soft-TIFA (arXiv:2512.16853), in [0, 1]; None where a row has no questions.
+
+        (Π_q P(answer_q))^(1 / Q),  the geometric mean over the row's questions
+
+    `vqa_list` has pairs [question, answer], as GenEval 2's rows do. It needs a judge that answers (`soft_tifa@vqa`);
+    any other is a UserError.
+    """
+    if not hasattr(scorer, "begins"):
+        raise UserError("it needs a judge of kind vqa: name it soft_tifa@JUDGE")
+    asked = [(row, *pair) for row, pairs in enumerate(vqa_list) for pair in pairs or []]
+    rows, texts = [row for row, *_ in asked], [f"{question} Answer in one word." for _, question, _ in asked]
+    chances = _values(scorer.begins(images[rows], texts, [_spellings(answer) for *_, answer in asked]))
+    logs = np.log(np.maximum(chances.astype(np.float64), 1e-300))
+    return [float(np.exp(logs[np.equal(rows, row)].mean())) if pairs else None for row, pairs in enumerate(vqa_list)]
+
+
+def _spellings(answer: str) -> list[str]:
+    """How a reply may write an answer of one word: small or large, and a number as a digit."""
+    number = [str(_NUMBERS.index(answer.lower()))] if answer.lower() in _NUMBERS else []
+    words = [answer, answer.lower(), answer.capitalize(), *number]
+    return [*words, *(f" {word}" for word in words)]
+
+
 def geneval(
     prompts: list[str],
     completions: list[str],
@@ -180,6 +215,7 @@ REWARDS = {
     "faithfulness": Faithfulness,
     "length": Length,
     "questions": questions,
+    "soft_tifa": soft_tifa,
     "geneval": geneval,
     "pixel_accuracy": pixel_accuracy,
 }

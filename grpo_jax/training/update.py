@@ -14,10 +14,11 @@ import optax
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.core.advantages import distillation_advantages
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
-from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.jitted import Jitted, placed
 from grpo_jax.models.policy import Policy
@@ -146,10 +147,10 @@ def make_forward_step(
 def make_token_weights(
     section: AlgorithmSection,
 ) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap.
+    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap or masked.
 
     The latter two are over tokens, and of the importance weights alone. The weights are a product: 1 for the tokens
-    of high entropy and 0 for the others, times the truncated importance weight between the policy before its first
+    of high entropy and 0 for the others, times the importance weight between the policy before its first
     update with the batch and the one that sampled it. Both are of the whole batch: however an update splits it, the
     same tokens take part.
     """
@@ -158,14 +159,16 @@ def make_token_weights(
     def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         weights = jnp.ones_like(entropy)
         if cap:
-            weights *= truncated_importance_weights(
+            weights *= importance_weights(
                 required("old_logprobs", batch.old_logprobs),
                 required("sampler_logprobs", batch.sampler_logprobs),
                 batch.mask,
                 cap=cap,
+                mode=section.importance_mode,
             )
         mean = masked_mean(weights, batch.mask)
-        clipped = masked_mean((weights >= (cap or jnp.inf)).astype(jnp.float32), batch.mask)
+        outside = (weights >= (cap or jnp.inf)) | (weights == 0)
+        clipped = masked_mean(outside.astype(jnp.float32), batch.mask)
         if section.entropy_share < 1:
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
         return weights, mean, clipped
@@ -176,7 +179,7 @@ def make_token_weights(
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
     """Whether old log-probabilities are computed before a batch's first update: with one update they are the new."""
     several = training.inner_epochs * training.minibatches > 1
-    return several or _has_token_weights(algorithm) or algorithm.learns_values
+    return several or _has_token_weights(algorithm) or algorithm.advantage in ("gae", "opd")
 
 
 def _has_token_weights(algorithm: AlgorithmSection) -> bool:
@@ -188,6 +191,7 @@ def make_preparation(
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
     """Make prepare(state, batch) → (batch, measured): all that is computed once before a batch's first update.
 
+    A batch has the reference's log-probabilities already where a teacher stands for it (`runs.policy.load_teacher`).
     That is, where needed, the old policy's log-probabilities (with one update per batch they are the new ones, unless
     something is made of them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy
     before its first update with the batch, also where an older one has sampled: the importance weights cover that
@@ -200,7 +204,7 @@ def make_preparation(
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
         measured: Metrics = {}
-        if needs_reference(algorithm, ppo):
+        if batch.ref_logprobs is None and needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
         sampled = batch.rollout_logprobs if ahead and not algorithm.importance_cap else None
         if not needs_old_logprobs(algorithm, training):
@@ -214,6 +218,9 @@ def make_preparation(
                 if ahead:
                     measured["importance_clipped"] = clipped
             batch = batch._replace(token_weights=weights, sampler_logprobs=None)
+        if algorithm.advantage == "opd":
+            teacher = required("ref_logprobs", batch.ref_logprobs)
+            batch = batch._replace(advantages=distillation_advantages(teacher, old.logprobs, batch.mask))
         if algorithm.learns_values:
             batch, measured["estimates"] = estimate(batch, required("values", old.values))
         return batch, measured
@@ -232,7 +239,12 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
-    objective = make_policy_objective(forward, options, ppo if algorithm.learns_values else None)
+    objective = make_policy_objective(
+        forward,
+        options,
+        ppo if algorithm.learns_values else None,
+        off_policy_threshold=algorithm.off_policy_mask_threshold,
+    )
     return make_train_step(
         objective,
         optimizer,

@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
+# As in grpo_jax/errors.py; set here the command need not start itself again.
+MALLOC := "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=67108864"
 
 .PHONY: train test docs tutorial test-install lint clean
 
@@ -14,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 train: $(VENV)/.installed
-	$(BIN)/python -m grpo_jax.train $(ARGS)
+	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$(MALLOC)} $(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

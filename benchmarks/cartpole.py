@@ -72,7 +72,7 @@ class Jax:
         evaluations = []
         for _ in range(self.config.training.iterations // self.config.evaluation.every):
             state, _, measures = self.block(state)
-            rows = [np.asarray(measures[name]) for name in ("iteration", "environment_steps", "episode_return")]
+            rows = [np.asarray(one) for one in (state.iteration, state.steps, measures["episode_return"])]
             evaluations.append((rows[0], rows[1], time.perf_counter() - began, rows[2]))
         seconds, steps = time.perf_counter() - began, np.asarray(state.steps)
         return [

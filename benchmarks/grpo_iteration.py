@@ -13,7 +13,9 @@ median of all rounds, the least and the largest.
 TRL runs with gradient checkpointing off and on, grpo_jax with `policy.remat` as it is by default and with `layer`, its
 gradient checkpointing; after the first round only the faster goes on. Compared are the times of each library's fastest
 variant, and the memory of the one that takes least; where completions end by themselves (`unequal`) a time is that of a
-token. A worker that fails is reported, and makes the exit status 1. Writes JSON and prints tables.
+token. `ours_bfloat16` is grpo_jax with `policy.matmul_precision: bfloat16`, `trl_bfloat16` TRL with `bf16`, both over
+float32 weights: libraries of their own, named with `--libraries`. A worker that fails is reported, and makes the exit
+status 1. Writes JSON and prints tables.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ import iteration_work as work
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing")}
+VARIANTS = {
+    "ours": ("", "layer"),
+    "trl": ("plain", "checkpointing"),
+    "ours_bfloat16": ("bfloat16",),
+    "trl_bfloat16": ("bfloat16",),
+}
 # Rounds and timed iterations of each case: the whole takes some 40 minutes on two cores.
 PLAN = {
     "small": (2, 3),
@@ -44,7 +51,7 @@ PLAN = {
     "tiny-unequal": (1, 1),
     "tiny": (1, 1),
 }
-PEERS = ("trl",)
+PAIRS = [("ours", "trl"), ("ours_bfloat16", "trl"), ("ours_bfloat16", "trl_bfloat16"), ("ours_bfloat16", "ours")]
 TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of every worker
 
 
@@ -152,10 +159,10 @@ def environment(threads: int) -> dict[str, str]:
 def run_worker(library: str, given: work.Assignment, python: str) -> dict:
     """One process of one library: its report, or {"error": the end of what it said}."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: given.threads])
-    script = BENCHMARKS / f"iteration_{library}.py"
+    script = BENCHMARKS / f"iteration_{library.partition('_')[0]}.py"
     command = ["taskset", "-c", cores, python, str(script), *work.command_line(given)]
     env = environment(given.threads)
-    if library != "ours":
+    if not library.startswith("ours"):
         env.pop("PYTHONPATH")
     start = time.perf_counter()
     done = subprocess.run(command, env=env, cwd=given.out.parent, capture_output=True, text=True)
@@ -224,7 +231,7 @@ def summary(reports: list[dict]) -> dict:
 
 
 def ratios(runs: dict[str, list[dict]], *, by_token: bool = False) -> dict[str, list[float]]:
-    """Our best over each peer's best, round by round: "time/trl" and so on; by tokens where their number differs.
+    """One's best over the other's, round by round: "time ours/trl" and so on; by tokens where their number differs.
 
     A round in which either failed has none. Memory is compared once, of what takes least.
     """
@@ -233,9 +240,9 @@ def ratios(runs: dict[str, list[dict]], *, by_token: bool = False) -> dict[str, 
     times = [{name: summary(reports[turn : turn + 1]) for name, reports in runs.items()} for turn in rounds]
     whole = [{name: summary(reports) for name, reports in runs.items()}]
     found = {
-        f"{kind}/{peer}": [least("ours", rows, key) / least(peer, rows, key) for rows in every]
+        f"{kind} {mine}/{peer}": [least(mine, rows, key) / least(peer, rows, key) for rows in every]
         for kind, key, every in (("time", clock, times), ("memory", "peak_mib", whole))
-        for peer in PEERS
+        for mine, peer in PAIRS
     }
     kept = {name: [value for value in values if not math.isnan(value)] for name, values in found.items()}
     return {name: values for name, values in kept.items() if values}
@@ -270,7 +277,7 @@ def table(results: list[dict]) -> str:
                 lines.append(f"{start} {seconds} | {each:.1f} | {row['first']:.1f} | {row['peak_mib']:.0f} |")
             if row["failures"]:
                 lines.append(f"{start} {len(row['failures'])} process(es) failed | | | | | | |")
-    names = [f"{kind}/{peer}" for kind in ("time", "memory") for peer in PEERS]
+    names = list(dict.fromkeys(name for result in results for name in result["ratios"]))
     lines += ["", f"| case | threads | {' | '.join(names)} |", "|" + "---|" * (2 + len(names))]
     for result in results:
         cells = [told(result["ratios"][name]) if name in result["ratios"] else "–" for name in names]
@@ -292,7 +299,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, help="instead of the case's own")
     parser.add_argument("--iterations", type=int, help="instead of the case's own")
-    parser.add_argument("--libraries", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--libraries", nargs="+", choices=list(VARIANTS), default=["ours", "trl"])
     parser.add_argument(
         "--clock", choices=list(work.CLOCKS), default="wall", help="cpu: for a busy machine, one thread"
     )
@@ -305,7 +312,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     chosen = options()
     pythons = {"ours": chosen.python, "trl": chosen.trl_python}
-    libraries = {name: pythons[name] for name in chosen.libraries}
+    libraries = {name: pythons[name.partition("_")[0]] for name in chosen.libraries}
     outcome = {"machine": machine(), "clock": chosen.clock, "tunables": TUNABLES, "results": []}
     with tempfile.TemporaryDirectory() as root:
         for name in chosen.cases:

@@ -23,10 +23,11 @@ from grpo_jax.training.update import make_configured_step, make_preparation
 ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 
 
-def make_phases(case: work.Case, loaded, remat: str):
-    """The compiled parts of an iteration, and the state it starts from; `remat` as in `policy.remat`."""
+def make_phases(case: work.Case, loaded, variant: str):
+    """The compiled parts of an iteration, and the state it starts from."""
     section, training = OptimizerSection(learning_rate=case.learning_rate), TrainingSection(prompts_per_batch=1)
-    policy = Policy(loaded.config, remat=remat)
+    precision, remat = ("bfloat16", "") if variant == "bfloat16" else (None, variant)
+    policy = Policy(loaded.config, remat=remat or PolicySection().remat, matmul_precision=precision)
     # Without an end of sequence every library writes the same number of tokens.
     params, ends = SamplingParams(case.group, case.new_tokens), () if case.end is None else (case.end,)
     sample = make_sampler(policy, params, eos_ids=ends, pad_id=0)
@@ -68,7 +69,7 @@ def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]
     """Seconds of each iteration; where lengths differ, of a second time, when all their shapes are compiled."""
     case, now = given.case, given.now
     tokenizer = processor.tokenizer if case.picture else processor
-    sample, see, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
+    sample, see, prepare, step, state = make_phases(case, loaded, given.variant)
     rows = []
     for iteration in [*range(given.iterations)] * (2 if case.ends else 1):
         start = now()

@@ -1,6 +1,7 @@
 """GRPO iterations of TRL's GRPOTrainer with transformers generation; a worker of grpo_iteration.py.
 
-Variants: "plain", and "checkpointing" (gradient checkpointing). The phases are timed by wrapping the trainer's methods.
+Variants: "plain", "checkpointing" (gradient checkpointing), and "bfloat16" (`bf16`: autocast over float32 weights). The
+phases are timed by wrapping the trainer's methods.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def make_trainer(given: work.Assignment) -> Timed:
         gradient_checkpointing=given.variant == "checkpointing",
         model_init_kwargs={"dtype": "float32"},
         generation_kwargs={"eos_token_id": end},
-        bf16=False,
+        bf16=given.variant == "bfloat16",
         use_cpu=True,
         optim="adamw_torch",
         report_to="none",

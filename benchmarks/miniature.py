@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,21 +54,26 @@ def shuffled(score, seed: int):
     return permuted
 
 
-def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
-    """A single run in this process."""
+def one(options: list[str], change=None) -> None:
+    """A single run in this process; `change` makes another score of its own."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
+    from grpo_jax.runs.ahead import compile_ahead
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.session import Callbacks, Session, stop_requests
     from grpo_jax.runs.trainer import Trainer
 
-    config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
+    config = parse(options)
+    algorithm, size = config.algorithm, config.sampling.group_size
+    if algorithm.advantage == "raft":  # its loss is 1 / G of one on the best alone, and so are the other terms
+        coefficients = {"kl_coef": algorithm.kl_coef / size, "entropy_coef": algorithm.entropy_coef / size}
+        config = config.replace(algorithm=algorithm.replace(**coefficients))
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        ctx = load(config, info=output.info)
-        if variant.endswith("shuffled"):
-            ctx = ctx._replace(fns=ctx.fns._replace(score=shuffled(ctx.fns.score, seed)))
+        ctx = load(config, info=output.info, ahead=compile_ahead)
+        if change is not None:
+            ctx = ctx._replace(fns=ctx.fns._replace(score=change(ctx.fns.score)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
             trainer = Trainer(Session(config, output, checkpoints, stop, Callbacks(), clock), ctx)
             trainer.begin()
@@ -134,7 +140,9 @@ def kinds_table(results: list[dict]) -> str:
 def main() -> None:
     """Runs everything and prints the figures."""
     if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+        variant, seed, run_dir, *extra = sys.argv[2:]
+        change = partial(shuffled, seed=int(seed)) if variant.endswith("shuffled") else None
+        one(["--seed", seed, "--run_dir", run_dir, *VARIANTS[variant], *extra], change)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

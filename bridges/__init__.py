@@ -1,4 +1,4 @@
-"""The PyTorch side: renderers, scorers and what they share, retrieval, and dlpack exchange of arrays.
+"""The PyTorch side: renderers, scorers and their helpers, retrieval, and dlpack exchange of arrays.
 
 Another distribution installs a top-level package of this name. Commands therefore look for `__grpo_jax__`
 before they use it, and say which path was imported if it is missing. Importing this package imports neither

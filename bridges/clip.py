@@ -9,16 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from bridges.loading import loading
 from bridges.pixels import to_pillow
-from grpo_jax.config.fields import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,7 +73,6 @@ class Scorer:
         self.name = name
         self.device = device
         self.model = model
-        self.quality_head: torch.nn.Module | None = None
         self._tokenizer = tokenizer
         self._preprocess = preprocess
         self._dtype = dtype
@@ -139,43 +135,8 @@ class Scorer:
         """Return the cosine similarity float32 [B] of the texts of each pair."""
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
-    def quality(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the quality head's score of each picture, float32 [B]; ValueError without a head."""
-        if self.quality_head is None:
-            raise ValueError("quality: expected a scorer with a quality_head, got none")
-        return self.quality_head.to(self.device)(self.image_features(images)).squeeze(-1)
-
     def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
         count = len(inputs)
         padding = inputs[-1:].expand(self._batch_size - count, *inputs.shape[1:])
         return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
-
-
-def load_quality_head(path: str | Path, width: int) -> torch.nn.Module:
-    """Read a head on features [B, width] from safetensors, such as an aesthetic predictor; it returns [B, 1].
-
-    The file has `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N. Its metadata may say
-    `activation: relu`; without it the layers follow each other directly, as in the published predictors for CLIP.
-    UserError if the layers do not lead from `width` numbers to one.
-    """
-    from safetensors import safe_open
-
-    head = torch.nn.Sequential()
-    with loading(f"the quality head {path}"), safe_open(str(path), framework="pt") as file:
-        activation = (file.metadata() or {}).get("activation", "none")
-        stems = [name.removesuffix("weight") for name in file.keys() if name.endswith("weight")]  # noqa: SIM118 (no dict)
-        for stem in sorted(stems, key=_layer_number):
-            weights = {name: file.get_tensor(stem + name).float() for name in ("weight", "bias")}
-            layer = torch.nn.Linear(*reversed(weights["weight"].shape), device="meta")  # draws no random numbers
-            layer.load_state_dict(weights, assign=True)
-            head.extend([torch.nn.ReLU(), layer] if len(head) and activation == "relu" else [layer])
-        scores = head.requires_grad_(False)(torch.zeros(1, width))
-    require(scores.shape == (1, 1), f"quality head {path}", f"layers from {width} numbers to 1", f"{stems}")
-    require(activation in ("none", "relu"), f"quality head {path}", "an activation, none or relu", activation)
-    return head
-
-
-def _layer_number(stem: str) -> int:
-    digits = [part for part in stem.split(".") if part.isdigit()]
-    return int(digits[-1]) if digits else 0

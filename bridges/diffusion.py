@@ -237,7 +237,7 @@ class Renderer:
         return f"{self.name}: {self.kind}, {steps}, window {self.window} tokens, on {self.device}"
 
     def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
-        """`render` with the settings of evaluation or of training, and `change` what was drawn."""
+        """`render` with the settings of evaluation or of training, and `change` the pictures."""
         images = self.render(texts, seeds, self.evaluation if evaluation else self.training)
         return images if self.change is None else self.change(images, seeds)
 

@@ -98,7 +98,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Load silently; whatever fails inside is a UserError of one line that names `what`."""
+    """Load silently; a failure inside is a UserError of one line with `what` as its subject."""
     with quiet_loading():
         try:
             yield

@@ -88,7 +88,7 @@ class Pooled:
 
 
 class JudgeActor:
-    """A judge, loaded when it is first asked: an error of loading it arrives as what it raises later does."""
+    """A judge, loaded on its first call: an error of loading arrives like a later one."""
 
     def __init__(self, judge: Any, device: str, folder: str, timeout: float, kernels: tuple[bool, bool]):
         """Take "cpu" or "gpu:0" of the cards that Ray has given this actor, and the run's folder.

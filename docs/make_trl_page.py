@@ -1,4 +1,4 @@
-"""Writes the tables of docs/coming_from_trl.md from those of `grpo_jax.config.other_names`.
+"""Writes the tables of docs/coming_from_trl.md from those of `grpo_jax/config/other_names.yaml`.
 
 .venv/bin/python docs/make_trl_page.py
 """
@@ -12,12 +12,12 @@ from grpo_jax.config import other_names
 PAGE = Path(__file__).parent / "coming_from_trl.md"
 HEAD = "| there | here |\n|---|---|\n"
 TITLES = {
-    "## Every argument of `GRPOTrainer`": other_names.TRAINER,
-    "## Every field of `GRPOConfig`": other_names.GRPO_CONFIG,
-    "## Of transformers' `TrainingArguments`": other_names.TRAINING_ARGUMENTS,
-    "## Of its command line": other_names.COMMAND,
-    "## Options of older GRPO scripts": other_names.OLDER_SCRIPTS,
-    "## Metrics of older scripts": other_names.METRICS,
+    "## Every argument of `GRPOTrainer`": other_names.TABLES["trainer"],
+    "## Every field of `GRPOConfig`": other_names.TABLES["grpo_config"],
+    "## Of transformers' `TrainingArguments`": other_names.TABLES["training_arguments"],
+    "## Of its command line": other_names.TABLES["command"],
+    "## Options of older GRPO scripts": other_names.TABLES["older_scripts"],
+    "## Metrics of older scripts": other_names.TABLES["metrics"],
 }
 
 

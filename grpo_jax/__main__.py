@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from grpo_jax import completion, demo, evaluate, export, predict, recommend, report, train
-from grpo_jax.errors import UserError, exit_process, run_cli, short_name, version
+from grpo_jax.errors import UserError, exit_process, restart_with_memory_settings, run_cli, short_name, version
 from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(name: str) -> NoReturn:
     if name == "resume":
-        raise UserError("resume: say which run, as in resume runs/my_run")
+        raise UserError("resume: give the run's folder, as in resume runs/my_run")
     near = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_COMMANDS)}"
     raise UserError(f"{short_name(name)}: no such command; {hint}")
@@ -67,6 +67,8 @@ def command() -> NoReturn:
     """`main` as a process of its own, with the current folder on the import path, as `python -m` has it."""
     if os.getcwd() not in (path or os.getcwd() for path in sys.path[:1]):
         sys.path.insert(0, os.getcwd())
+    if sys.argv[1:2] in (["train"], ["resume"]):
+        restart_with_memory_settings()
     exit_process(main())
 
 

@@ -36,7 +36,7 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """Something the user can fix: each line says what is wrong and what to do. Commands exit with 2."""
+    """A mistake that the user can fix: each line names it and its remedy. Commands exit with 2."""
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.args))
@@ -64,7 +64,7 @@ class Problems:
 
 
 class FieldError(UserError, ValueError):
-    """A field holds what it may not: as a ValueError it is one of those that pydantic collects."""
+    """An invalid value of a field; as a ValueError it is one of those that pydantic collects."""
 
 
 class StopRun(UserError):
@@ -154,7 +154,7 @@ def extras_named() -> Iterator[None]:
 
 
 def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with what all commands have: --version, --debug, and --run and --checkpoint of a run."""
+    """Return a parser with the options of all commands: --version, --debug, and --run and --checkpoint of a run."""
     parser = argparse.ArgumentParser(prog=f"grpo {command}", description=description)
     if reads_run:
         parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
@@ -228,13 +228,40 @@ def _lines_of(error: Exception) -> Sequence[object] | None:
     if not exhausted and type(error).__name__ != "OutOfMemoryError":
         return None
     whose = "the policy" if sampling or exhausted else "a judge in PyTorch"
-    return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
+    return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` shows a run's memory"]
 
 
 def complain(text: str) -> None:
     """Write a line to standard error, if anybody listens."""
     with suppress(OSError, ValueError):  # nobody may be listening any more
         print(text, file=sys.stderr, flush=True)
+
+
+MALLOC_SETTINGS = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {"hugetlb": 1, "mmap_threshold": 2**32, "trim_threshold": 2**34, "top_pad": 2**26}.items()
+)
+"""For GLIBC_TUNABLES: large pages, and freed memory is kept for the next update rather than returned and zeroed."""
+_MANAGED = ("GLIBC_TUNABLES", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "PYTEST_CURRENT_TEST")
+
+
+def restart_with_memory_settings() -> None:
+    """Start this process once more with `MALLOC_SETTINGS`, which glibc reads before Python starts.
+
+    Call it first in a command's own process. It returns if there is nothing to do: settings of malloc are in the
+    environment, another program manages this process, GRPO_JAX_KEEP_ENV=1, or no glibc. The process id stays.
+    """
+    keeps = os.environ.get("GRPO_JAX_KEEP_ENV", "") not in ("", "0")
+    if keeps or any(name in os.environ for name in _MANAGED) or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    try:
+        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError, OSError):  # Windows, and other libraries
+        return
+    if glibc and sys.executable:
+        with suppress(OSError):
+            words = [sys.executable, *sys.orig_argv[1:]]
+            os.execve(sys.executable, words, {**os.environ, "GLIBC_TUNABLES": MALLOC_SETTINGS})
 
 
 _LEAVING_SECONDS = 15.0

@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
     source.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
-    parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="What every prompt shows.")
+    parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="Pictures of every prompt.")
     parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
     return parser
 

@@ -1,4 +1,4 @@
-"""Items from a trained run: what a user of some history wants next.
+"""Items from a trained run: the next ones for a user's history.
 
 On the command line:
 
@@ -24,7 +24,7 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
     """Return recommend(titles, k=10) of a run whose task recommends: its best items.
 
     A title that stands several times counts once, in its last place; one that is no item's is skipped. Its further
-    arguments are `exclude`, items that are never recommended, and `note`, which gets a line on what was skipped.
+    arguments are `exclude`, items that are never recommended, and `note`, which gets a line on skipped items.
 
     Args:
         run_dir: Run directory of a training run.

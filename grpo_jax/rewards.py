@@ -44,7 +44,7 @@ def think_format(
 
     Args:
         tag: Of the block, <think> … </think>.
-        answer_tag: What follows must stand in such a block too, with nothing else; "" for any text.
+        answer_tag: Tag of the block that the text after it must be, such as "answer"; "" for any text.
         opened: The chat template has opened the block: a completion begins inside it.
     """
     start, end = f"<{tag}>", f"</{tag}>"
@@ -85,7 +85,7 @@ def length_penalty(
         completion_ids: Tokens of each, for unit "tokens".
         start: The longest that costs nothing.
         end: The length from which all is lost.
-        unit: What is counted: "characters", "words" or "tokens".
+        unit: Unit of the length: "characters", "words" or "tokens".
 
     Raises:
         ValueError: `end` is not above `start`, or `unit` is none of these.
@@ -117,7 +117,7 @@ def exact_match(
 
     Args:
         answer: Of each: a text, a number, or a list of those that are right.
-        pattern: Pattern of the answer in a completion, the first group of the last match, such as "<answer>(.*?)</answer>".
+        pattern: Finds the answer in a completion: first group of the last match, as in "<answer>(.*?)</answer>".
             Empty: all of the completion.
         ignore_case: Whether Yes is yes.
 

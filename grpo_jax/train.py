@@ -14,8 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from grpo_jax.errors import UserError, exit_process, extras_named, restart_with_memory_settings, run_cli, version
+
+if __name__ == "__main__":  # before anything that takes long to import
+    restart_with_memory_settings()
+
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:

@@ -73,7 +73,9 @@ CHECKS = {
         Check(["grpo", "export", "--run", "run", "--out", "out"], leaves="out/model.safetensors"),
         Check(["python", "-c", REWRITE], says="wrote"),
         refused("diffusion"),
+        refused("diffusion", "--plan"),
         refused("recommendation", "--config=recommendation_quick"),
+        refused("quantised", *TEXT, "--policy.lora.rank=2", "--policy.quantised=int8"),
     ],
     SOURCE: [Check(["grpo", "--version"], says="0."), text_task("run")],
     "cartpole": [

@@ -71,13 +71,13 @@ def pytest_unconfigure():
 
 
 GIB = 2**30
-"""After so many more bytes, and 3 GiB in all, a worker lets go of what its modules compiled."""
+"""After so many more bytes, and 4 GiB in all, a worker lets go of what its modules compiled."""
 
 
 @pytest.fixture(scope="session")
 def memory():
     """What this process may hold, as a list of one number: what it still holds after letting go is none it can free."""
-    return [3 * GIB]
+    return [4 * GIB]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,8 +104,11 @@ def shared_programs():
 
 @pytest.fixture
 def own_programs(shared_programs):
-    """The runs of this test begin with functions that nobody has compiled."""
+    """The runs of this test begin with functions that nobody has compiled; later ones have the others' again."""
+    before = dict(shared_programs)
     shared_programs.clear()
+    yield
+    shared_programs.update(before)
 
 
 @pytest.fixture

@@ -31,8 +31,6 @@ class ClipModel(Judge):
     """Type of its weights."""
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures or texts encoded at once."""
-    quality_head: str | None = None
-    """Safetensors file of an aesthetic head on the picture features, for the quality reward."""
 
     def check(self) -> None:
         """Refuse a folder that is not there or holds another model; no weight is read."""
@@ -49,7 +47,7 @@ class ClipModel(Judge):
         """
         from transformers import AutoTokenizer, CLIPModel
 
-        from bridges.clip import Scorer, load_quality_head
+        from bridges.clip import Scorer
         from bridges.loading import DTYPES, load_complete, load_part, torch_device
 
         window = self._model_config().text_config.max_position_embeddings
@@ -67,8 +65,6 @@ class ClipModel(Judge):
             dtype=DTYPES[self.dtype],
             batch_size=self.batch_size,
         )
-        if self.quality_head is not None:
-            scorer.quality_head = load_quality_head(self.quality_head, scorer.width)
         return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:

@@ -22,7 +22,7 @@ class Function(Judge):
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
-        """Refuse what is not there or cannot be called."""
+        """Refuse a missing object, or one that cannot be called."""
         self.load("cpu")
 
     def load(self, device: str = "cpu") -> Callable:

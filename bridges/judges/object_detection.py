@@ -34,14 +34,14 @@ Box = Sequence[float]
 
 
 class ObjectDetection(Judge):
-    """Judges a picture by the objects that a detector finds: what is there, how many, where, and of which colour."""
+    """Judges a picture by a detector's objects: their kinds, numbers, places and colours."""
 
     path: str
     """Folder or hub id of an object-detection model of transformers."""
     threshold: Share = 0.3
     """Score that an object must exceed; 0.9 where the prompt's tag is "counting"."""
     partial: bool = False
-    """Earn the share of what is asked for that is there, in place of 1 if all is and else 0."""
+    """Score the share of the requested objects that is there, instead of 1 for all of them and else 0."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights."""
     batch_size: PositiveCount = resume_mutable(8)
@@ -96,7 +96,7 @@ class Detector:
     def geneval(
         self, images: torch.Tensor, requests: Sequence[Mapping[str, Any]], scorer: Scorer
     ) -> list[float | None]:
-        """Return what pictures [B, 3, H, W] in [0, 1] earn for what is asked; None if nothing is.
+        """Return the scores of pictures [B, 3, H, W] in [0, 1] for the requested objects; None without a request.
 
         Args:
             images: Float, on any device.
@@ -151,7 +151,7 @@ class Detector:
 
 
 def colours_of(scorer: Scorer, image: torch.Tensor, boxes: Sequence[Box], name: str) -> list[str]:
-    """Return the likeliest colour of what is in each box, by CLIP, zero-shot over three texts of each colour."""
+    """Return the likeliest colour in each box, by CLIP, zero-shot over three texts of each colour."""
     from torch.nn.functional import normalize
 
     if not hasattr(scorer, "text_features"):
@@ -209,7 +209,7 @@ def relations(a: Box, b: Box) -> set[str]:
 
 
 def _name(wanted: Mapping[str, Any]) -> str:
-    """The detector's name of what is asked for."""
+    """The detector's name of a requested object."""
     return NAMES.get(wanted["class"], wanted["class"])
 
 

@@ -24,8 +24,6 @@ class OpenClip(Judge):
     """Tag of the weights for a model name, such as laion2b_s34b_b79k."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of its weights."""
-    quality_head: str | None = None
-    """Safetensors file of an aesthetic head on the picture features, for the quality reward."""
 
     def check(self) -> None:
         """Refuse a model that is not there; no weight is read."""
@@ -39,7 +37,7 @@ class OpenClip(Judge):
         """
         import open_clip
 
-        from bridges.clip import Scorer, load_quality_head
+        from bridges.clip import Scorer
         from bridges.loading import DTYPES, loading, torch_device
 
         target = torch_device(device)
@@ -61,8 +59,6 @@ class OpenClip(Judge):
         model.eval().requires_grad_(False)
         preprocess = self._preprocess(model.visual.preprocess_cfg)
         scorer = Scorer(model, tokenizer, preprocess, name=self.model, device=target, dtype=dtype, batch_size=32)
-        if self.quality_head is not None:
-            scorer.quality_head = load_quality_head(self.quality_head, scorer.width)
         return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:

@@ -21,12 +21,11 @@ class TextToImage(PipelineJudge):
     """Draws pictures with any text-to-image pipeline of diffusers."""
 
     negative_prompt: str = ""
-    """What guidance leads away from, with guidance and eval_guidance above 1; empty is what the pipeline does
-    without."""
+    """Negative prompt, with guidance and eval_guidance above 1; empty for the pipeline's default."""
     max_sequence_length: int = 0
-    """Tokens that a text encoder without a window of its own reads; 0 takes the pipeline's."""
+    """Longest text of a text encoder without its own window, in tokens; 0 for the pipeline's."""
     lora: str = ""
-    """Folder, safetensors file or hub id of LoRA weights, which are added to the pipeline's; empty without."""
+    """Folder, safetensors file or hub id of LoRA weights to add to the pipeline's; empty for none."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures drawn at once."""
 
@@ -63,7 +62,7 @@ class TextToImage(PipelineJudge):
         """Load the pipeline on "cpu" or "gpu:N" and draw a picture with it, in two steps.
 
         Only safetensors are read, and no code that comes with the weights is run. Parts that check or mark pictures
-        (safety checker, watermark) are left out: they would paint what is judged.
+        (safety checker, watermark) are left out: they would change the judged picture.
 
         Raises:
             UserError: No such pipeline or LoRA; weights that are missing, broken, gated or do not fit.

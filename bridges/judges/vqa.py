@@ -22,9 +22,9 @@ class Vqa(Judge):
     path: str
     """Folder or hub id of an image-text-to-text model of transformers with a chat template."""
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
-    """What is asked where a reward compares a picture and a prompt; {prompt} stands for the prompt."""
+    """Question of a reward that compares a picture and a prompt, with {prompt} for the prompt."""
     answer: str = "Yes"
-    """What a reply begins with that says yes."""
+    """Beginning of a reply that means yes."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of its weights."""
     batch_size: PositiveCount = resume_mutable(8)
@@ -109,6 +109,31 @@ class Answerer:
             with torch.no_grad():
                 batches.append(self._probabilities(images[rows], questions[rows]))
         return torch.cat(batches)
+
+    def begins(self, images: torch.Tensor, questions: list[str], answers: list[list[str]]) -> torch.Tensor:
+        """Return the probability that the first token of the reply to each question begins one of its answers.
+
+        Args:
+            images: Float [B, 3, H, W] in [0, 1], on any device.
+            questions: B texts.
+            answers: Of each question, spellings of the right answer.
+
+        Returns:
+            float32 [B] in [0, 1].
+        """
+        import torch
+
+        tokenizer, few = self._processor.tokenizer, {"logits_to_keep": 1} if self._few else {}
+        found = [torch.zeros(0, device=self.device)]
+        for start in range(0, len(questions), self._config.batch_size):
+            rows = slice(start, start + self._config.batch_size)
+            inputs = self._inputs(images[rows], questions[rows]).to(self.device, self._model.dtype)
+            with torch.no_grad():
+                chances = self._model(**inputs, use_cache=False, **few).logits[:, -1].float().softmax(-1)
+            for row, spellings in zip(chances, answers[rows], strict=True):
+                first = {tokenizer(text, add_special_tokens=False).input_ids[0] for text in spellings}
+                found.append(row[sorted(first)].sum()[None])
+        return torch.cat(found)
 
     def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
         """`yes` of one batch."""

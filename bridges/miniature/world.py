@@ -1,17 +1,18 @@
-"""The miniature world: pictures of one coloured shape, the two ways to speak of them, and a pixel checker.
+"""The miniature world: pictures of one coloured shape, requests for them, and a pixel checker.
 
 Everything is NumPy. A picture is 32×32 and has six attributes (shape, colour, size, position, background,
-sharpness). The *canonical* grammar names all six, one word each, in one fixed form; it is the only language the
-renderer was trained on. The *casual* grammar is how people ask: other words, loose order, things left unsaid.
-The checker reads the attributes back from pixels by finding the nearest ideal picture. It contains no network, so
-that no training can exploit it.
+sharpness). Requests are casual: other words than the renderer's, loose order, things left unsaid
+(`scripts/miniature/speech.py`). The checker reads the attributes back from pixels by finding the nearest ideal
+picture. It contains no network, so that no training can exploit it.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,7 +24,6 @@ SIZE = 32
 """Height and width of a picture in pixels."""
 
 ATTRIBUTES = ("shape", "colour", "size", "position", "background", "sharpness")
-ALWAYS_REQUESTED = ("shape", "colour")
 PALETTE = {
     "red": (0.86, 0.12, 0.14),
     "green": (0.10, 0.58, 0.20),
@@ -42,91 +42,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "background": tuple(PALETTE),
     "sharpness": ("sharp", "blurry"),
 }
-DEFAULTS = {"size": "medium", "position": "center", "background": "white", "sharpness": "sharp"}
-"""The oracle's words for attributes not requested (a white shape gets a black background)."""
 
-SYNONYMS: dict[str, tuple[str, str]] = {
-    "circle": ("disc", "dot"),
-    "square": ("box", "block"),
-    "triangle": ("pyramid", "wedge"),
-    "star": ("asterisk", "sparkle"),
-    "cross": ("plus", "crossing"),
-    "ring": ("donut", "hoop"),
-    "red": ("crimson", "scarlet"),
-    "green": ("emerald", "mossy"),
-    "blue": ("cobalt", "sapphire"),
-    "yellow": ("golden", "lemon"),
-    "purple": ("violet", "plum"),
-    "cyan": ("aqua", "turquoise"),
-    "white": ("snowy", "ivory"),
-    "black": ("ebony", "inky"),
-    "small": ("tiny", "little"),
-    "medium": ("average", "moderate"),
-    "large": ("huge", "giant"),
-    "center": ("middle", "midway"),
-    "top": ("upper", "north"),
-    "bottom": ("lower", "south"),
-    "left": ("west", "leftward"),
-    "right": ("east", "rightward"),
-    "sharp": ("crisp", "detailed"),
-    "blurry": ("fuzzy", "hazy"),
-}
-"""The casual words of each canonical word; the renderer has never seen any of them."""
-
-OPENINGS = ("", "gimme", "draw me", "i want", "please make", "how about", "show me")
-POSITION_PHRASES = ("toward {}", "somewhere {}", "{} side")
-BACKGROUND_PHRASES = ("against {}", "over {}", "with {} behind")
-
-CANONICAL_FORM = "a {sharpness} {size} {colour} {shape} at the {position} on {background}"
-SPLITS = ("train", "validation", "test")
 
 _RADII = np.array([5.0, 7.2, 10.0])
 _OFFSETS = np.array([[0.0, 0.0], [0.0, -5.5], [0.0, 5.5], [-5.5, 0.0], [5.5, 0.0]])  # x, y
 COLOURS = np.array(list(PALETTE.values()))
 _BLUR_SIGMA = 1.5
 _EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is unreadable
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One picture's six attributes, as canonical words; shape and background differ in colour."""
-
-    shape: str
-    colour: str
-    size: str
-    position: str
-    background: str
-    sharpness: str
-
-
-def scene_of(row: np.ndarray) -> Scene:
-    """The scene of attributes as positions in `VALUES`, i64[6]."""
-    return Scene(*(VALUES[name][int(i)] for name, i in zip(ATTRIBUTES, row, strict=True)))
-
-
-def split_of(shape: str, colour: str) -> str:
-    """The split of a (shape, colour) pair.
-
-    A Latin pattern: of 48 pairs 12 are for testing and 6 for validation, and every word remains in training. No
-    prompt of one split names a pair of another, since prompts always name both.
-    """
-    s, c = VALUES["shape"].index(shape), VALUES["colour"].index(colour)
-    return {0: "test", 3: "test", 5: "validation"}.get((c - s) % 8, "train")
-
-
-def sample_indices(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Uniform scenes of every split, i64[count, 6], background never the shape's colour."""
-    rows = np.stack([rng.integers(len(VALUES[name]), size=count) for name in ATTRIBUTES], axis=1)
-    rows[:, 4] = (rows[:, 1] + rng.integers(1, len(PALETTE), size=count)) % len(PALETTE)
-    return rows
-
-
-def sample_scene(rng: np.random.Generator, split: str | None = None) -> Scene:
-    """One scene, of ``split`` if given."""
-    while True:
-        scene = scene_of(sample_indices(rng, 1)[0])
-        if split is None or split_of(scene.shape, scene.colour) == split:
-            return scene
 
 
 def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:
@@ -235,65 +157,23 @@ def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.nd
     return score
 
 
-def canonical_caption(scene: Scene) -> str:
-    """The one complete caption of a scene, in the renderer's language."""
-    return CANONICAL_FORM.format(**{name: getattr(scene, name) for name in ATTRIBUTES})
+@functools.cache
+def shipped_prompts(name: str) -> list[dict]:
+    """Return all rows of the file of a world, which `scripts/miniature/speech.py` writes."""
+    file = resources.files("bridges.miniature").joinpath(f"{name}_prompts.jsonl.gz")
+    return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
-def complete(requested: dict[str, str]) -> Scene:
-    """The scene that has the requested attributes, and the defaults for the rest."""
-    words = {**DEFAULTS, **requested}
-    if words["colour"] == words["background"]:
-        words["background"] = "black"
-    return Scene(**words)
+def prompts(split: str, count: int) -> list[dict]:
+    """Return at most `count` rows of a split ("train", "validation", "test"); its columns travel to the rewards.
 
-
-def oracle_rewrite(requested: dict[str, str]) -> str:
-    """The best rewrite of a request: canonical, complete, nothing requested lost."""
-    return canonical_caption(complete(requested))
-
-
-def phrase(rng: np.random.Generator, words: dict[str, str]) -> str:
-    """One casual sentence that says `words` (attribute → word to use), in loose order."""
-    noun = " ".join(words[k] for k in ("size", "sharpness", "colour", "shape") if k in words)
-    if rng.random() < 0.5 and {"size", "sharpness"} <= words.keys():
-        noun = " ".join(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)
-    tails = []
-    if "position" in words:
-        tails.append(POSITION_PHRASES[rng.integers(len(POSITION_PHRASES))].format(words["position"]))
-    if "background" in words:
-        tails.append(BACKGROUND_PHRASES[rng.integers(len(BACKGROUND_PHRASES))].format(words["background"]))
-    if len(tails) == 2 and rng.random() < 0.5:
-        tails.reverse()
-    start = OPENINGS[rng.integers(len(OPENINGS))]
-    return " ".join(part for part in (start, noun, *tails) if part)
-
-
-def casual_prompt(rng: np.random.Generator, scene: Scene, keep: float = 0.75) -> tuple[str, dict[str, str]]:
-    """Return a casual prompt for a scene, and the requested attributes as canonical words.
-
-    `keep` is the chance that each attribute other than shape and colour is said at all.
-    """
-    requested = {k: getattr(scene, k) for k in ATTRIBUTES if k in ALWAYS_REQUESTED or rng.random() < keep}
-    words = {k: SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
-    return phrase(rng, words), requested
-
-
-def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
-    """The built-in data set; its columns travel to the rewards.
-
-    No (shape, colour) pair occurs in two splits ("train", "validation", "test"). Within one call every row's text is
-    different.
+    No (shape, colour) pair occurs in two splits.
 
     Returns:
         Rows ``{"prompt": text, "requested": {attribute: canonical word}, "oracle": text}``.
     """
-    rng = np.random.default_rng([seed, SPLITS.index(split)])
-    rows: dict[str, dict] = {}
-    while len(rows) < count:
-        text, requested = casual_prompt(rng, sample_scene(rng, split))
-        rows.setdefault(text, {"prompt": text, "requested": requested, "oracle": oracle_rewrite(requested)})
-    return list(rows.values())
+    rows = [row for row in shipped_prompts("world") if row["split"] == split]
+    return [{name: value for name, value in row.items() if name != "split"} for row in rows[:count]]
 
 
 # ------------------------------------------------------------------------------------------------ the hidden lens
@@ -330,7 +210,7 @@ def lens_of(seed: int) -> Lens:
 
 
 def seen(words: str, lens: Lens) -> str:
-    """The words of what a lens shows of these words' picture."""
+    """The words for a lens's view of these words' picture."""
     return " ".join(_seen(word, lens) for word in words.split())
 
 

@@ -192,7 +192,7 @@ def _is_section(hint: object) -> TypeGuard[type[Section]]:
 
 
 class ConfigField(NamedTuple):
-    """A field of a config: section ("" of the run), its class, name, what pydantic knows, and the value in force."""
+    """A field of a config: section ("" of the run), its class, name, what pydantic knows, and its value here."""
 
     section: str
     about: type[Section]
@@ -335,7 +335,7 @@ def flat(values: Values, prefix: str = "") -> Fields:
 
 
 def identity(config: Section) -> Fields:
-    """Return the fields that change what is learned, {"section.field": plain value}: those not `resume_mutable`."""
+    """Return the fields that change learning, {"section.field": plain value}: those not `resume_mutable`."""
     mutable = tuple(f"{field.path}." for field in walk(type(config), config) if field.mutable)
     return {name: value for name, value in flat(config.model_dump()).items() if not f"{name}.".startswith(mutable)}
 

@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 MOST_BYTES = 2**28
 """Limit of a file that is read whole, by default."""
 DEEPEST = 32
-"""Levels of nesting of what users write."""
+"""Levels of nesting in users' files."""
 LONGEST = 2**20
 """Characters of a YAML text: a config, not data."""
 _MOST_ENTRIES = 100_000  # that a YAML text stands for

@@ -9,18 +9,18 @@ from grpo_jax.config.fields import NonNegative, Options, PositiveCount, Section,
 
 
 class PoolSection(Section):
-    """Actors of a Ray cluster that a judge runs in (docs/judges.md)."""
+    """Ray actors that run a judge (docs/judges.md)."""
 
     replicas: PositiveCount = resume_mutable(1)
-    """Actors that run this judge, a copy of it in each."""
+    """Number of actors, each with its own copy of the judge."""
     resources: dict[str, NonNegative] = resume_mutable({})
-    """What each actor is given: num_cpus, num_gpus, memory in bytes."""
+    """Resources of each actor: num_cpus, num_gpus, memory in bytes."""
     runtime_env: Options = resume_mutable({})
     """Ray's runtime environment of the actors, such as pip or py_executable."""
     address: str | None = resume_mutable(None)
-    """HOST:PORT of the cluster; null for one on this machine that the run starts and ends."""
+    """HOST:PORT of the cluster; null to start one on this machine for the run."""
     batch_timeout: NonNegative = resume_mutable(600.0)
-    """Seconds an actor may take for one batch; then it ends, and another gets the batch. 0 for no limit."""
+    """Time limit of one batch in seconds; then its actor ends, and another gets the batch. 0 for none."""
 
     def __post_init__(self) -> None:
         named = self.address is None or (":" in self.address and self.address.rpartition(":")[2].isdigit())
@@ -28,26 +28,26 @@ class PoolSection(Section):
 
     @property
     def cards(self) -> float:
-        """Cards of each actor."""
+        """GPUs of each actor."""
         return self.resources.get("num_gpus", 0.0)
 
 
 class Judge(Section):
-    """Base class of a judge: a pydantic model, whose fields are `judges.NAME.FIELD`.
+    """Base class of a judge: a pydantic model with the fields `judges.NAME.FIELD`.
 
-    A loaded judge that can be called is a reward under its own name, judge(prompts, completions, **columns) → a score
-    of each completion, None if it does not apply; rewards name any other as an argument.
+    A loaded judge that can be called is a reward under its own name: judge(prompts, completions, **columns) → a score
+    of each completion, None if it does not apply. Other judges reach a reward as its argument NAME.
     """
 
     pool: PoolSection | None = resume_mutable(None)
-    """The pool of Ray actors that it runs in; null for the run's own process."""
+    """Pool of Ray actors that run the judge; null for the run's own process."""
 
     def load(self, device: str = "cpu") -> Any:
         """Return the object that rewards get as the argument NAME, by default the judge itself.
 
         `device` is "cpu" or "gpu:N". A judge takes the next free card, unless its `load` has the default "cpu" or
-        `devices` says otherwise. A `__str__` of the object is its line of the run's opening. What draws
-        has `draw(texts, seeds, *, evaluation)` → float [B, 3, H, W] in [0, 1], `count_tokens(texts)`, `window` (tokens
+        `devices` says otherwise. The object's `__str__` is its line at the start of a run. A renderer has
+        `draw(texts, seeds, *, evaluation)` → float [B, 3, H, W] in [0, 1], `count_tokens(texts)`, `window` (tokens
         of a text that reach the picture) and `device`.
         """
         return self

@@ -23,8 +23,8 @@ _LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
-class Config(Section):
-    """Seed, folder and other settings of the whole run."""
+class BaseConfig(Section):
+    """Base class of the config of any run."""
 
     task: Annotated[Any, TASKS]
     """Task of the policy: a name of the package, package.module:Class or file.py:Class, with its own fields beside
@@ -35,10 +35,15 @@ class Config(Section):
     """Folder of the run; null makes runs/TASK-TIME."""
     resume: bool = resume_mutable(False)
     """Continue the run in run_dir from its last checkpoint."""
-    deterministic: bool = resume_mutable(False)
-    """Use deterministic kernels on GPUs, which are slower; CPU runs always are deterministic."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
+
+
+class Config(BaseConfig):
+    """Seed, folder and other settings of the whole run."""
+
+    deterministic: bool = resume_mutable(False)
+    """Use deterministic kernels on GPUs, which are slower; CPU runs always are deterministic."""
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, to push policy/ to when the run ends (docs/publishing.md); empty
     for none."""
@@ -103,7 +108,7 @@ class Config(Section):
         for label, target in targets.items():
             where, chain = f"rewards.{label}.condition_on", [label]
             others = [other for other in labels if other != label]
-            require(target in (None, "none", *others), where, f"one of {others}", target)
+            require(target in (None, *others), where, f"one of {others}", target)
             while target in targets:
                 require(target not in chain, where, "a chain that ends", " → ".join([*chain, target]))
                 chain, target = [*chain, target], targets[target]

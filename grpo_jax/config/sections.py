@@ -32,7 +32,7 @@ TODAY = "today"
 """Key of data.chat_template_options for the date in a chat template."""
 
 Dtype = Literal["float32", "bfloat16"]
-Precision = Literal["default", "high", "highest"]
+Precision = Literal["default", "high", "highest", "bfloat16"]
 
 
 class LoraSection(Section):
@@ -117,7 +117,8 @@ class PolicySection(Section):
     """Type of the activations."""
     matmul_precision: Precision | None = None
     """Precision of matrix products (jax.default_matmul_precision). null: "highest" with compute_dtype float32, else
-    JAX's default. Below "highest" GPUs use TF32 and TPUs bfloat16. PyTorch judges follow: "highest" is full float32."""
+    JAX's default. Below "highest" GPUs use TF32 and TPUs bfloat16; "bfloat16" rounds factors on a CPU too
+    (docs/speed.md). PyTorch judges follow: "highest" is full float32."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
     """"auto" uses Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
     frozen_dtype: Dtype = "float32"
@@ -206,6 +207,9 @@ class SamplingSection(Section):
     """Sample from the smallest set of tokens with this probability (nucleus); 1 for all."""
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
     """Exclude tokens below this share of the likeliest token's probability; 0 for none."""
+    sampling_mask: Literal["none", "keep"] = "none"
+    """"keep" trains the distribution that is drawn from: log-probabilities in the update are renormalised over the
+    tokens that top_k (needed for it), top_p and min_p kept."""
     stop: Texts = []
     """Texts that end a completion or a turn, like an end token. The tokens up to the end of the text are kept and
     trained."""
@@ -217,6 +221,8 @@ class SamplingSection(Section):
 
     def __post_init__(self) -> None:
         self.require(all(self.stop), "stop", "texts that are not empty")
+        bounded = self.sampling_mask == "none" or (self.top_k > 0 and self.turns == 1)
+        self.require(bounded, "sampling_mask", "none without a top_k, and with several turns")
 
     @property
     def written_tokens(self) -> int:
@@ -232,12 +238,16 @@ class SamplingSection(Section):
 class AlgorithmSection(Section):
     """Advantages and loss."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
+    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "dppo_tv", "drpo"] = "grpo"
     """Loss preset, named after its paper (docs/algorithms.md)."""
-    advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
+    advantage: Literal["gdpo", "grpo", "rloo", "raft", "maxrl", "batch", "gae", "opd"] = "gdpo"
     """Advantage estimator. "gdpo" normalises each reward in its group; "grpo" the weighted sum. "rloo" subtracts the
-    mean of the other completions; "raft" trains on each group's best completion (rejection sampling); "batch" whitens
-    the sum over the batch (REINFORCE++); "gae" is PPO, with a value head for the sum (section ppo)."""
+    mean of the other completions; "raft" trains on each group's best completion (rejection sampling); "maxrl" divides
+    by the group's mean, of a sum that is 0 or 1; "batch" whitens the sum over the batch (REINFORCE++); "gae" is PPO,
+    with a value head for the sum (section ppo); "opd" distils the teacher on-policy and only logs the rewards."""
+    teacher: str = ""
+    """Teacher of "opd", and the reference of kl_coef: folder or hub id of a policy with the same tokens. Empty for the
+    reference."""
     scale: Literal["group", "batch", "none"] | None = None
     """Standard deviation that "grpo" divides by: of the "group", of the "batch", or "none"; null for the preset's."""
     advantage_eps: NonNegative = 1e-4
@@ -264,6 +274,12 @@ class AlgorithmSection(Section):
     importance_cap: float | None = None
     """Cap of the importance weight of a token, the trainer's probability over the sampler's. They differ by older
     weights, top_k, top_p, min_p or number type. 0 for no weight; null: 2 with training.async_level 1, else 0."""
+    importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """What importance_cap c does to weights of tokens, or to the product of a sequence's: "truncate" bounds them by c,
+    "mask" drops those outside 1/c to c."""
+    off_policy_mask_threshold: Positive | None = None
+    """Drop a completion with a negative advantage once the mean log-probability of its tokens fell by more than this
+    since sampling; null for never."""
     update_ref_every: Count = 0
     """Iterations between updates of the reference; 0 for never."""
     mask_truncated: bool = False
@@ -285,13 +301,19 @@ class AlgorithmSection(Section):
     def __post_init__(self) -> None:
         chosen = f"advantage {self.advantage!r}"
         self.require((self.importance_cap or 1) >= 1, "importance_cap", "null, 0 or a number >= 1")
-        by_turn = self.turn_advantage == "last" or not self.learns_values
-        self.require(by_turn, "turn_advantage", "'last' with advantage 'gae'")
+        by_turn = self.turn_advantage == "last" or self.advantage not in ("gae", "opd")
+        self.require(by_turn, "turn_advantage", f"'last' with {chosen}")
+        read = not self.teacher or self.advantage in ("gae", "opd") or self.kl_coef > 0
+        self.require(read, "teacher", f"none with {chosen} and kl_coef 0, which do not read it")
+        kept = not self.teacher or self.update_ref_every == 0
+        self.require(kept, "update_ref_every", "0 with a teacher, which stands for the reference")
         scaled = self.scale is None or self.advantage == "grpo"
         self.require(scaled, "scale", f"null with {chosen}, which has a scale of its own")
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
         self.require(grouped, "zero_variance_groups", f"'keep' with {chosen}, which compares no groups")
-        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo") else ():
+        binary = self.overlong_buffer == 0 or self.advantage != "maxrl"
+        self.require(binary, "overlong_buffer", "0 with advantage 'maxrl', which takes rewards of 0 and 1")
+        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo", "drpo") else ():
             unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
             self.require(getattr(self, name) is None, name, unbounded)
 
@@ -303,7 +325,7 @@ class AlgorithmSection(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether a completion is compared with the others of its prompt."""
-        return self.advantage not in ("gae", "batch")
+        return self.advantage not in ("gae", "batch", "opd")
 
 
 class PPOSection(Section):
@@ -320,8 +342,10 @@ class PPOSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW and its schedule."""
+    """Optimizer and schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """"adamw"; or "muon" for the matrices that decay, AdamW for the rest (docs/algorithms.md)."""
     learning_rate: Positive | None = None
     """Peak learning rate; null for a safe one for pretrained policies: 1e-6 for all weights, 1e-4 for adapters
     (policy.lora)."""
@@ -383,8 +407,7 @@ class RewardSection(Section):
     weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
     """Weight among the rewards."""
     condition_on: str | None = None
-    """Label of another reward: this one counts only if that one reaches the threshold. "none" for no condition; null
-    for the task's default, mostly none."""
+    """Label of another reward: this one counts only if that one reaches the threshold; null for no condition."""
     threshold: float = 0.0
     """Threshold of condition_on."""
     options: Options = {}

@@ -1,4 +1,4 @@
-"""From rewards to advantages: group-relative, leave-one-out, RAFT, GDPO, REINFORCE++, and conditioned rewards.
+"""From rewards to advantages: group-relative, leave-one-out, RAFT, MaxRL, GDPO, REINFORCE++, and conditioned rewards.
 
 Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
 in no statistic, and in a sum of objectives the group's mean stands for it (`sum_rewards`). A group without signal
@@ -158,6 +158,52 @@ def raft_advantages(rewards: ArrayLike) -> jax.Array:
     present = ~jnp.isnan(rewards)
     best = (rewards == jnp.max(rewards, axis=1, keepdims=True, where=present, initial=-jnp.inf)) & _signal(rewards)
     return safe_divide(best.astype(rewards.dtype), count(best, axis=1, keepdims=True, dtype=rewards.dtype))
+
+
+def maxrl_advantages(rewards: ArrayLike) -> jax.Array:
+    """MaxRL's advantages: the centred reward over the group's mean, of rewards that are 0 or 1.
+
+        A[p, g] = (r[p, g] - r̄) / r̄,   r̄ = mean_g r[p, :], and 0 if r̄ = 0
+
+    Its expected gradient is that of a truncated log-likelihood of success, so that rare successes weigh more. From
+    "Maximum Likelihood Reinforcement Learning" (https://arxiv.org/abs/2602.02710).
+
+    Args:
+        rewards: `[P, G]`, floating, 0 or 1; NaN is missing.
+
+    Returns:
+        `[P, G]`, at least float32.
+
+    Raises:
+        ValueError: another rank, or a group of one.
+    """
+    rewards = _as_rewards(rewards, 2)
+    return safe_divide(_centred(rewards), group_mean(rewards, ~jnp.isnan(rewards)))
+
+
+def distillation_advantages(teacher_logprobs: ArrayLike, logprobs: ArrayLike, mask: ArrayLike) -> jax.Array:
+    """Advantages of on-policy distillation: each token's log ratio of teacher and policy.
+
+        A[t] = log π_teacher - log π,  a constant to gradients
+
+    The policy gradient with them, summed over tokens that the policy drew, is that of -KL(π ‖ π_teacher), each token
+    by itself (https://arxiv.org/abs/2306.13649; TRL's and verl's k1).
+
+    Args:
+        teacher_logprobs: `[.., T]`, floating, of the policy's tokens.
+        logprobs: `[.., T]`, of the policy that is trained.
+        mask: bool `[.., T]`.
+
+    Returns:
+        `[.., T]`, at least float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    teacher = as_float("teacher_logprobs", teacher_logprobs)
+    logprobs = as_float("logprobs", logprobs, shape=teacher.shape).astype(teacher.dtype)
+    mask = as_mask("mask", mask, teacher.shape)
+    return jax.lax.stop_gradient(select(mask, teacher) - select(mask, logprobs))
 
 
 def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps: float = 1e-4) -> jax.Array:

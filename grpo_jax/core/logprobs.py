@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from grpo_jax.core.masking import as_mask, check_shape
+from grpo_jax.core.products import narrow_outer
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
 
@@ -23,7 +24,7 @@ def token_logprobs(
     tokens: ArrayLike,
     *,
     temperature: float = 1.0,
-    allowed_tokens: ArrayLike | tuple[Trie, ArrayLike] | None = None,
+    allowed_tokens: ArrayLike | tuple[Trie | None, ArrayLike] | None = None,
     softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,8 +45,8 @@ def token_logprobs(
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default. Or a tree of texts and the node before each token, int `[.., T]`
-            (`trie.walk`), whose children are allowed. At a node -1 no token is: its log-probability is -inf, its
-            entropy 0.
+            (`trie.walk`), whose children are allowed. Or None and the tokens themselves, int `[.., T, K]`, -1 for none,
+            as a sampler kept them. Where no token is allowed, the log-probability is -inf and the entropy 0.
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
@@ -100,12 +101,16 @@ def wide(dtype) -> type[jnp.floating]:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _allowed_at(allowed, index):
-    """Allowed tokens of one chunk: None, bool [V], or bool [C, V] of the children of its nodes."""
+def _allowed_at(allowed, index, vocabulary):
+    """Allowed tokens of one chunk: None, bool [V], or bool [C, V] of the children of its nodes, or of tokens kept."""
     if not isinstance(allowed, tuple):
         return allowed
-    trie, nodes = allowed
-    return children(trie, nodes[:, index])
+    trie, nodes = allowed[0], allowed[1][:, index]
+    if trie is not None:
+        return children(trie, nodes)
+    places = jnp.where(nodes < 0, vocabulary, nodes)
+    nothing = jnp.zeros((len(nodes), vocabulary), jnp.bool_)
+    return nothing.at[jnp.arange(len(nodes))[:, None], places].set(True, mode="drop")
 
 
 def _logits(hidden, head, allowed, scaling):
@@ -119,7 +124,7 @@ def _logits(hidden, head, allowed, scaling):
 def _chunked(hidden, head, tokens, allowed, scaling):
     """hidden [C, n, D], head [V, D], tokens [C, n] → logprobs, entropy [C, n].
 
-    `allowed` is bool [V], (trie, nodes [C, n]) or None.
+    `allowed` is bool [V], (trie, nodes [C, n]), (None, tokens [C, n, K]) or None.
     """
     return _forward(hidden, head, tokens, allowed, scaling)[0]
 
@@ -128,7 +133,7 @@ def _forward(hidden, head, tokens, allowed, scaling):
     weights = head.astype(hidden.dtype)
 
     def one(_, index):
-        states, ids, here = hidden[:, index], tokens[:, index], _allowed_at(allowed, index)
+        states, ids, here = hidden[:, index], tokens[:, index], _allowed_at(allowed, index, len(head))
         logits = _logits(states, weights, here, scaling)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         if isinstance(allowed, tuple):  # where nothing is allowed: not the NaN of -inf less -inf
@@ -149,13 +154,14 @@ def _backward(scaling, residuals, cotangents):
     temperature, softcap, precision = scaling
     weights = head.astype(hidden.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=wide(hidden.dtype))
+    outer = partial(product, "cd,cv->dv")
 
     def one(head_gradient, index):
         per_token = (hidden, tokens, normaliser, entropy, *cotangents)
         states, ids, log_total, spread, for_logprob, for_entropy = (x[:, index] for x in per_token)
         alive = ((for_logprob != 0) | (for_entropy != 0))[:, None]
         states = jnp.where(alive, states, 0)
-        here = _allowed_at(allowed, index)
+        here = _allowed_at(allowed, index, len(head))
         logits = _logits(states, weights, here, scaling)
         logs = logits - jnp.where(alive, log_total[:, None], 0)
         probabilities = jnp.where(alive, jnp.exp(logs), 0)
@@ -171,7 +177,10 @@ def _backward(scaling, residuals, cotangents):
         gradient = gradient.astype(hidden.dtype)
         state_gradient = product("cv,vd->cd", gradient, weights)
         # Summed as its transpose: on CPU the product of a tall left side is half as fast.
-        head_gradient += product("cd,cv->dv", states, gradient)
+        if states.dtype == jnp.bfloat16:
+            head_gradient += jax.lax.platform_dependent(states, gradient, cpu=narrow_outer, default=outer)
+        else:
+            head_gradient += outer(states, gradient)
         return head_gradient, state_gradient.astype(hidden.dtype)
 
     start = jnp.zeros(head.shape[::-1], wide(hidden.dtype))

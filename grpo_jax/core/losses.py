@@ -23,7 +23,7 @@ from grpo_jax.core.aggregation import (
 )
 from grpo_jax.core.kl import KLPenalty, kl_divergence
 from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, safe_divide, select
-from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate, Surrogate
+from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, SoftGate, Surrogate
 
 
 class GRPOMetrics(NamedTuple):
@@ -72,6 +72,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
+    # DPPO, https://arxiv.org/abs/2602.04879. Its Binary-TV mask with the bound of verl's recipe; sum over tokens /
+    # tokens of the whole update.
+    "dppo_tv": {"surrogate": DivergenceMask(0.15, 0.15), "ratio": "token", "aggregation": "token"},
+    # DRPO, https://arxiv.org/abs/2606.09821, section 4. Sum over tokens / tokens of the whole update.
+    "drpo": {"surrogate": DivergencePenalty(12.5), "ratio": "token", "aggregation": "token"},
 }
 """Loss choices by name: `grpo_loss(…, **PRESETS["dapo"])`. A KL penalty is added apart: `kl=KLPenalty(0.04)`."""
 
@@ -134,7 +139,7 @@ def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     return bonus
 
 
-def _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence, entropy) -> GRPOMetrics:
+def _metrics(log_ratio, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropy) -> GRPOMetrics:
     """Token means; the policy loss is the caller's to fill in."""
     tokens = count(mask, dtype=log_ratio.dtype)
     nothing = Mean(jnp.zeros_like(tokens), jnp.zeros_like(tokens))
@@ -145,7 +150,7 @@ def _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence,
         values = jnp.broadcast_to(values, mask.shape).astype(log_ratio.dtype)
         return Mean(jnp.sum(select(mask, values)), tokens)
 
-    low, high = surrogate.clipped(log_ratio, advantages)
+    low, high = surrogate.clipped(log_ratio, logprobs, advantages)
     return GRPOMetrics(
         policy_loss=nothing,
         kl=token_mean(divergence),
@@ -188,7 +193,7 @@ def grpo_loss(
         old_logprobs: `[.., T]`, of the policy that drew the tokens.
         advantages: `[..]`, or `[.., T]`.
         mask: bool `[.., T]`.
-        surrogate: `Clip`, `CappedWeight` or `SoftGate`.
+        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `DivergenceMask` or `DivergencePenalty`.
         ratio: "token" or "sequence".
         aggregation: "sequence" (mean of row means), "token" (mean over tokens) or `FixedLength(n)`.
         normaliser: `loss_normaliser` of the whole update; that of the given mask by default. A scalar (its
@@ -199,7 +204,7 @@ def grpo_loss(
         entropy_coef: weight of the entropy bonus.
         token_weights: w, `[.., T]` or `[.., 1]`, floating or bool; ones by default. Multiplies the policy term
             alone: penalty, bonus, denominators and metrics but `policy_loss` do not see it. For
-            `high_entropy_mask` and `truncated_importance_weights`.
+            `high_entropy_mask` and `importance_weights`.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32.
@@ -231,7 +236,7 @@ def grpo_loss(
         loss -= entropy_coef * safe_divide(jnp.sum(entropies), denominators.tokens)
 
     old_divergence = kl_divergence(old, logprobs)
-    metrics = _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence, entropies)
+    metrics = _metrics(log_ratio, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropies)
     metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
     return loss, jax.lax.stop_gradient(metrics)
 

@@ -39,7 +39,7 @@ def pass_at_k(passed: np.ndarray, judged: np.ndarray, k: int) -> np.ndarray:
 def mean_interval(values: np.ndarray) -> Interval:
     """The mean over prompts with its 95 % interval by the normal approximation: mean ± 1.96 · deviation / √P.
 
-    Prompts are what is drawn by chance, so each counts once, however many completions it has.
+    Prompts are the random sample, so each counts once, whatever its number of completions.
 
     Args:
         values: float [P], one for each prompt; NaN takes no part.

@@ -21,7 +21,7 @@ from grpo_jax.core.masking import as_float, as_mask, check_shape, masked_whiten,
 
 
 def _as_fraction(name: str, value: ArrayLike, like: jax.Array) -> jax.Array:
-    """A gamma or gae_lambda as an array of `like`'s shape; what is known while tracing must lie in [0, 1]."""
+    """A gamma or gae_lambda as an array of `like`'s shape; a value known while tracing must be in [0, 1]."""
     if not isinstance(value, jax.Array):
         value = np.asarray(value, np.float32 if isinstance(value, (int, np.integer)) else None)
         if ((value < 0) | (value > 1)).any():
@@ -150,7 +150,7 @@ def gae_advantages(
     λ = 0 is the one-step residual, λ = 1 the return less the value. The value function's targets are
     `advantages + values[..., :-1]`. From https://arxiv.org/abs/1506.02438.
 
-    How an episode ends decides what to give:
+    The arguments depend on the end of an episode:
 
     - Termination (the pole fell, the text is complete): `gamma` 0 at that step. Nothing after it counts.
     - The arrays end before the episode does: the last step bootstraps from `values[..., T]`.

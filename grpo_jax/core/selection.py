@@ -7,7 +7,44 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from grpo_jax.core.advantages import as_objective_weights, groups_without_signal
-from grpo_jax.core.masking import as_float, as_mask, check_choice, count, select
+from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, select
+
+
+def off_policy_mask(
+    logprobs: ArrayLike, sampler_logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, threshold: float
+) -> jax.Array:
+    """The rows that stay where a policy has moved away from the one that sampled them.
+
+        a row leaves if A < 0 and mean_t(log π_sampler - log π) > threshold
+
+    Bad samples that the policy would not draw any more push it at random; good ones stay. From DeepSeek-V3.2
+    (https://arxiv.org/abs/2512.02556, section 3.1), as TRL's `off_policy_mask_threshold`. Give it to `grpo_loss` as
+    `token_weights`.
+
+    Args:
+        logprobs: `[.., T]`, floating: the policy's, as it is now.
+        sampler_logprobs: `[.., T]`, of the policy that drew the tokens, when it drew them.
+        advantages: `[..]`, or `[.., T]`, of which then tokens leave.
+        mask: bool `[.., T]`.
+        threshold: the largest mean over a row's tokens, in nats.
+
+    Returns:
+        bool `[.., 1]`, or `[.., T]` with advantages of tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    logprobs = as_float("logprobs", logprobs)
+    mask = as_mask("mask", mask, logprobs.shape)
+    sampler = as_float("sampler_logprobs", sampler_logprobs, shape=logprobs.shape).astype(logprobs.dtype)
+    advantages = as_float("advantages", advantages)
+    check_shape("advantages", advantages, logprobs.shape[:-1], logprobs.shape)
+    advantages = advantages if advantages.shape == logprobs.shape else advantages[..., None]
+    moved = masked_mean(select(mask, sampler) - select(mask, logprobs), mask, axis=-1, keepdims=True)
+    return ~((advantages < 0) & (moved > threshold))
+
+
+IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> jax.Array:
@@ -70,7 +107,7 @@ def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
 def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
     """The groups that teach something: in at least one objective two present rewards differ.
 
-    What dynamic sampling keeps (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per
+    Groups of dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per
     objective, as GDPO learns: a group whose sums are equal is kept. For GRPO give the sums, `[P, G]`.
 
     Args:
@@ -89,22 +126,22 @@ def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLi
     return (signal & (as_objective_weights(weights, signal.shape[-1], jnp.float32) != 0)).any(axis=-1)
 
 
-def truncated_importance_weights(
+def importance_weights(
     old_logprobs: ArrayLike,
     sampler_logprobs: ArrayLike,
     mask: ArrayLike,
     *,
     cap: float,
-    level: str = "token",
+    mode: str = "token_truncate",
 ) -> jax.Array:
     """Weights that correct for a sampler whose probabilities are not the trainer's.
 
-        w = min(π_old / π_sampler, cap)
+        w = min(ρ, cap)  to truncate,  w = ρ if 1 / cap ≤ ρ ≤ cap else 0  to mask,  ρ = π_old / π_sampler
 
     of each token, or of the whole row: the product of its tokens' ratios. An inference engine in another
     precision draws from a slightly different policy. From "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl). Give them to `grpo_loss` as
-    `token_weights`. They are constants to gradients. The same as TRL's "token_truncate" and "sequence_truncate",
+    `token_weights`. They are constants to gradients. The same as TRL's `vllm_importance_sampling_mode`,
     save that a NaN from the sampler stays one; TRL takes such a token for right.
 
     Args:
@@ -112,19 +149,22 @@ def truncated_importance_weights(
         sampler_logprobs: `[.., T]`, of the same tokens as the sampler reports them.
         mask: bool `[.., T]`.
         cap: the largest weight, at least 1.
-        level: "token" or "sequence".
+        mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
 
     Returns:
-        `[.., T]` (1 if the mask is False), or `[.., 1]` for "sequence"; at least float32.
+        `[.., T]` (1 if the mask is False), or `[.., 1]` for a sequence; at least float32.
 
     Raises:
-        ValueError: shapes that differ, an unknown level.
+        ValueError: shapes that differ, an unknown mode.
     """
     old = as_float("old_logprobs", old_logprobs)
     mask = as_mask("mask", mask, old.shape)
     sampler = as_float("sampler_logprobs", sampler_logprobs, shape=old.shape).astype(old.dtype)
-    check_choice("level", level, "token", "sequence")
+    check_choice("mode", mode, *IMPORTANCE_MODES)
     difference = select(mask, old) - select(mask, sampler)
-    if level == "sequence":
+    if mode.startswith("sequence"):
         difference = jnp.sum(difference, axis=-1, keepdims=True)
-    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(difference), cap))
+    ratio = jax.lax.stop_gradient(jnp.exp(difference))
+    if mode.endswith("truncate"):
+        return jnp.minimum(ratio, cap)
+    return jnp.where((ratio < 1 / cap) | (ratio > cap), 0, ratio)

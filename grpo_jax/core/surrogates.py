@@ -1,4 +1,4 @@
-"""Objectives of a policy loss per token: clipped ratio, capped weight, soft gate.
+"""Objectives of a policy loss per token: clipped ratio, capped weight, soft gate, and bounds in probability.
 
 A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one
 ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will do.
@@ -38,7 +38,7 @@ class Clip:
         bounded = jnp.where(log_ratio < lower, lower, jnp.where(log_ratio > upper, upper, log_ratio))
         return jnp.exp(bounded) * advantages
 
-    def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Where the lower and where the upper bound stops the gradient."""
         low = (advantages < 0) & (log_ratio < jnp.log1p(-self.low))
         high = (advantages > 0) & (log_ratio > jnp.log1p(self.high))
@@ -67,7 +67,7 @@ class CappedWeight:
         weight = jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), self.cap)
         return weight * advantages * logprobs
 
-    def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Nowhere, and where the weight is capped."""
         high = (log_ratio > jnp.log(self.cap)) & (advantages != 0)
         return jnp.zeros_like(high), high
@@ -89,14 +89,66 @@ class SoftGate:
         """The objective per token."""
         del logprobs
         temperature = jnp.where(advantages > 0, self.positive, self.negative).astype(log_ratio.dtype)
-        # The gate is flat long before e^20; an infinite ratio would give a gradient of 0 · inf.
-        ratio = jnp.exp(jnp.minimum(log_ratio, 20.0))
+        ratio = _bounded_ratio(log_ratio)  # the gate is flat long before
         return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages
 
-    def clipped(self, log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Nowhere: the gate has no edge."""
-        nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
-        return nowhere, nowhere
+        return _nowhere(log_ratio, advantages)
 
 
-Surrogate = Clip | CappedWeight | SoftGate
+@dataclass(frozen=True)
+class DivergenceMask:
+    """Surrogate: DPPO's mask on the change of probability, its Binary-TV (https://arxiv.org/abs/2602.04879).
+
+        ρ A, and nothing where A > 0 and π - π_old > high, or A < 0 and π - π_old < -low
+
+    A ratio clips rare tokens first, whose probability hardly changes; this bounds what changes most. Token ratios only.
+    """
+
+    low: float = 0.15  # how far a probability may fall
+    high: float = 0.15  # how far it may rise
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """The objective per token."""
+        low, high = self.clipped(log_ratio, logprobs, advantages)
+        return jnp.where(low | high, 0, _bounded_ratio(log_ratio) * advantages)
+
+    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where a probability that falls and where one that rises leaves the loss."""
+        change = jnp.exp(logprobs) - jnp.exp(logprobs - log_ratio)
+        return (advantages < 0) & (change < -self.low), (advantages > 0) & (change > self.high)
+
+
+@dataclass(frozen=True)
+class DivergencePenalty:
+    """Surrogate: DRPO's smooth penalty in place of DPPO's mask (https://arxiv.org/abs/2606.09821).
+
+        ρ A - |A| · π_old · (ρ - 1)² / (2 ε)
+
+    Its slope is 0 where π - π_old = ±ε with the sign of A, and pulls back beyond it. Token ratios only.
+    """
+
+    epsilon: float = 12.5  # the paper's
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """The objective per token."""
+        ratio, old = _bounded_ratio(log_ratio), jnp.exp(jax.lax.stop_gradient(logprobs - log_ratio))
+        return ratio * advantages - jnp.abs(advantages) * old * jnp.square(ratio - 1) / (2 * self.epsilon)
+
+    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Nowhere: the penalty has no edge."""
+        return _nowhere(log_ratio, advantages)
+
+
+def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:
+    """exp of a log ratio of at most 20: an infinite ratio would give a gradient of 0 · inf."""
+    return jnp.exp(jnp.minimum(log_ratio, 20.0))
+
+
+def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
+    return nowhere, nowhere
+
+
+Surrogate = Clip | CappedWeight | SoftGate | DivergenceMask | DivergencePenalty

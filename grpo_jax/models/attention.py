@@ -415,7 +415,7 @@ def _flash_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
 
 
 def platform_of(device: jax.Device) -> str:
-    """Name what programs are compiled for: cpu, tpu, cuda, or gpu for one that Triton compiles no kernels for."""
+    """Name the platform of compiled programs: cpu, tpu, cuda, or gpu for one without Triton kernels."""
     if device.platform != "gpu":
         return device.platform
     return "cuda" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "gpu"

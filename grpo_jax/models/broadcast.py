@@ -29,7 +29,7 @@ _calls = itertools.count(1)
 
 
 def _state() -> Any:
-    """Return what `jax.distributed` knows; asking `jax.process_count` would start JAX's backend."""
+    """Return the state of `jax.distributed`; `jax.process_count` would start JAX's backend."""
     from jax._src.distributed import global_state
 
     return global_state

@@ -37,7 +37,7 @@ class Decoder(nn.Module):
     # lays the states [P, S, D] that enter a layer over a mesh of devices; None for one device
     spread: OverPrompts | None = None
     attention: str = "rows"  # see `attend_streams`
-    apart: bool = False  # see `Projection`
+    products: str = ""  # see `Policy.products`
 
     def setup(self):
         """Declare the weights."""
@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head = self._table("lm_head", c.vocab_size)
         block = remat_block(architecture.block, self.remat, scanned=self.stacked)
-        settings = c, self.dtype, self.lora, self.spread, self.attention, self.apart
+        settings = c, self.dtype, self.lora, self.spread, self.attention, self.products
         if self.stacked:
             stack = nn.scan(
                 block,
@@ -140,7 +140,7 @@ def init_variables(
 
 
 def joined_config(config: ModelConfig) -> ModelConfig:
-    """The config of the decoder that reads what `join_projections` returns."""
+    """The config of the decoder that reads the result of `join_projections`."""
     return dataclasses.replace(config, fused=True) if isinstance(config, DecoderConfig) else config
 
 

@@ -1,4 +1,4 @@
-"""Checks of the fields of a ``config.json``: kinds, ranges, values that would change what is computed; their errors."""
+"""Checks of the fields of a ``config.json``: kinds, ranges, values that would change results; their errors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ def check_kinds(fields: ConfigJson, kinds: Mapping[str, Kind], where: str = "") 
 
 
 def expect(holds: bool, name: str, words: str, value: Any) -> None:
-    """Raise ValueError naming a field, what it must be and its value, unless that holds."""
+    """Raise ValueError naming a field, its valid values and its value, unless a condition holds."""
     if not holds:
         raise ValueError(f"{name}: expected {words}, got {short_repr(value)}")
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
+from grpo_jax.core.products import narrow_product
 from grpo_jax.models.attention import LayerInput
 from grpo_jax.models.hf_config import ConfigJson
 from grpo_jax.models.lora import LoraConfig, as_array
@@ -30,6 +32,9 @@ ACTIVATIONS = {
 # How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
 # A fused one, whose outputs are several things side by side, is not cut that way.
 COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
+
+
+_NARROW = "narrow product"  # names its results for rematerialisation, which does not look into custom gradients
 
 
 class Naming(NamedTuple):
@@ -59,8 +64,11 @@ class Architecture(NamedTuple):
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
     config: type  # class of its configs
     read: Callable[[ConfigJson], Any]  # (contents of config.json) -> a config
-    # its layer, a module made as block(config, dtype, lora, spread, attention, apart) and called as
-    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
+    # its layer, a module made as block(config, dtype, lora, spread, attention, products) and called as
+    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values). It calls `spread` on the states
+    # first, unless that is None, and hands lora and products to its `Projection`s. Queries [P, S, K, H/K, E], keys and
+    # values [P, S, K, E] go to `attend_streams` with LayerInput, Context and `attention`, which returns what the heads
+    # read, [P, S, H·E], and what the layer returns beside the states
     block: type[nn.Module]
     # (config) -> the norm after the last layer
     final_norm: Callable[[Any], nn.Module]
@@ -84,7 +92,9 @@ def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> 
     """The layer, rematerialised as ``policy.Policy`` says; out of a scan layers are left to `recomputed`."""
     if remat == "none" or (remat == "layer" and not scanned):
         return block
-    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
+    policies = jax.checkpoint_policies
+    products = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_NARROW)
+    keep = policies.save_from_both_policies(*products) if remat == "products" else None
     return nn.remat(block, prevent_cse=not scanned, policy=keep)
 
 
@@ -139,7 +149,7 @@ class Projection(nn.Module):
     use_bias: bool
     dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
-    apart: bool = False  # whether XLA is kept from joining it with other products of the same states
+    products: str = ""  # see `Policy.products`
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -148,20 +158,24 @@ class Projection(nn.Module):
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features))
         # As one matrix: contracting two axes at once, the kernel's gradient would be a product of transposed copies.
         rows = x.reshape(-1, x.shape[-1])
-        y = self._alone(rows, "") @ as_array(kernel, self.dtype)
+        y = self._product(self._alone(rows, ""), kernel)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(self.dtype)[None]
         if self.lora is not None and self.has_variable("lora", "a"):
-            a = self.get_variable("lora", "a").astype(self.dtype)
-            b = self.get_variable("lora", "b").astype(self.dtype)
-            y = y + (self._alone(rows, "a") @ a) @ b * self.lora.scale
+            a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
+            y = y + self._product(self._product(self._alone(rows, "a"), a), b) * self.lora.scale
         return y.reshape(*x.shape[:-1], -1)
+
+    def _product(self, rows: jax.Array, kernel: PyTree) -> jax.Array:
+        if self.products == "bfloat16":
+            return checkpoint_name(narrow_product(rows, as_array(kernel, jnp.float32)), _NARROW)
+        return rows @ as_array(kernel, self.dtype)
 
     def _alone(self, rows: jax.Array, factor: str) -> jax.Array:
         """The rows as an array of their own to XLA, which for CUDA joins the products of one array: it copies their
         weights side by side, out of the stack and for every token."""
-        if not self.apart:
+        if self.products != "apart":
             return rows
         mark = jnp.int32(zlib.crc32(f"{self.name}/{factor}".encode()) >> 1)  # two equal barriers would become one
         return jax.lax.optimization_barrier((rows, mark))[0]

@@ -61,10 +61,10 @@ class Policy:
             is kept.
         lora: Configuration of the adapters; None without.
         mesh: The devices that share the prompts, if there are several.
-        matmul_precision: Of products of matrices and their gradients; see `precision_of`.
+        matmul_precision: Of products of matrices and their gradients; see `precision_of`, `products`.
         attn_implementation: ``eager`` for scores and softmax as products; ``auto`` for Pallas kernels where there are
             any (see `choose_attention`).
-        platform: What the methods are compiled for (`platform_of`); by default JAX's first device.
+        platform: Platform of the compiled methods (`platform_of`); by default of JAX's first device.
         source: The Hugging Face folder as read, without weights; None unless `load_policy` made the policy.
         variables: The weights as loaded, on their devices.
     """
@@ -208,7 +208,7 @@ class Policy:
         decoding waits for its weights, matrices get the type of the computation; on one CUDA device projections of
         the same states are joined too (`join_projections`).
         """
-        layers = unstack(variables, None if self.platform == "cpu" else self.dtype)
+        layers = unstack(variables, self.dtype if self.platform != "cpu" else self._narrowed(None))
         return join_projections(layers, self.config) if self._joins else layers
 
     def init_cache(self, prompts: int, group: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Cache:
@@ -225,6 +225,7 @@ class Policy:
     def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
         """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
         dtype = wide(operands[0].dtype)
+        operands = tuple(operand.astype(self._narrowed(operand.dtype)) for operand in operands)
         products = jnp.einsum(subscripts, *operands, precision=self.precision, preferred_element_type=dtype)
         return capped(products, self.softcap)
 
@@ -248,6 +249,7 @@ class Policy:
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
         """
         head, options = self.head(variables), options | {"softcap": self.softcap}
+        hidden = hidden.astype(self._narrowed(hidden.dtype))
         with self._precise():
             if trie is not None and nodes is None:
                 return tree_logprobs(hidden, head, tokens, trie, below=widest_below(trie), **options)
@@ -290,7 +292,7 @@ class Policy:
             stacked=stacked,
             spread=self._spread if stacked else None,
             attention=choose_attention(self.platform, self.dtype, self.attn_implementation, over_mesh=over_mesh),
-            apart=self.platform == "cuda",
+            products=self.products,
         )
 
     def _over_prompts(self, variables: Variables, *arrays: PyTree) -> tuple[Any, ...]:
@@ -326,6 +328,19 @@ class Policy:
     def precision(self) -> str | None:
         """The precision of products of matrices; None for JAX's own."""
         return precision_of(self.compute_dtype, self.matmul_precision)
+
+    @property
+    def products(self) -> str:
+        """How a projection multiplies (`layers.Projection`): as XLA will, or in another way on this platform.
+
+        ``apart`` on CUDA: not joined with other products of the same states. ``bfloat16`` on a CPU, if configured.
+        """
+        narrow = self.platform == "cpu" and "bfloat16" in (self.compute_dtype, self.matmul_precision)
+        return "apart" if self.platform == "cuda" else "bfloat16" if narrow else ""
+
+    def _narrowed(self, dtype: Any) -> Any:
+        """The type of a product's factors that are of this type."""
+        return jnp.bfloat16 if self.products == "bfloat16" else dtype
 
     @property
     def softcap(self) -> float | None:

@@ -105,7 +105,7 @@ def rotation(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; what is behind 2 n passes."""
+    """Turn the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; the rest behind 2 n is unchanged."""
     turning = 2 * cos.shape[-1]
     first, second = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)

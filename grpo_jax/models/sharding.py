@@ -1,4 +1,4 @@
-"""How a policy lies on a mesh of devices: a table from paths to partitions, and what follows from it.
+"""How a policy lies on a mesh of devices: a table from paths to partitions, and its uses.
 
 The mesh has two axes. Along `fsdp` the prompts of a batch are shared out, and every weight is stored in parts that
 are gathered when its layer runs (Zhao et al. 2023, arXiv:2304.11277). Along `tensor` the layers themselves are cut:
@@ -79,7 +79,7 @@ PARTITIONS = (
     Partition(f"layers/{_FUSED}/a", P(None, _BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
     # A few kilobytes each: whole on every device.
-    Partition("scale|excess|bias|value/kernel", P()),
+    Partition("scale|excess|bias|value/kernel|ns_coeffs", P()),
 )
 """State of an optimizer follows its parameter, for its path ends alike. Scalars are on every device."""
 

@@ -147,7 +147,7 @@ def plan_policy(
 
 
 def held_memory(config: Config, state: TrainState) -> PolicyMemory:
-    """Count what no compiler is needed for, of `state_shapes`."""
+    """Count the memory of `state_shapes`, which needs no compiler."""
     trained = trained_weights(state.variables)
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),

@@ -121,6 +121,8 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
     shape = (prompts, sampling.group_size, sampling.stream_tokens)
     written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
     samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
+    if sampling.sampling_mask == "keep":
+        samples = samples._replace(kept=np.zeros((*shape, sampling.top_k), np.int32))
     options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
     turns = (*shape[:2], sampling.turns)
     if sampling.turns > 1:
@@ -128,6 +130,8 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
     objectives = make_turn_objectives(jnp.zeros((*turns, 1)), jnp.ones(turns, jnp.int32), config.algorithm, **options)
     prompt = np.ones((prompts, config.data.max_prompt_tokens), bool)
     batch = make_batch((prompt.astype(np.int32), prompt), samples, objectives, np.ones(prompts, bool), config.algorithm)
+    if config.algorithm.teacher:
+        batch = batch._replace(ref_logprobs=jnp.asarray(zeros))
     if shown is not None:
         batch = batch._replace(pictures=_shown_pictures(config, policy, state, shown, shape[:2]))
         batch = batch._replace(packing=None) if "observations" in batch.pictures else batch  # as `make_batch`
@@ -230,7 +234,7 @@ def run_programs(
     shown: Shown | None,
     platform: str | None = None,
 ) -> dict[str, Program]:
-    """Return what a run compiles, by name: vision, sample, turn, logprobs, update."""
+    """Return a run's programs, by name: vision, sample, turn, logprobs, update."""
     policy = Policy.from_section(config.policy, model, mesh, platform)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     programs = _sampling_programs(config, policy, state, shown)

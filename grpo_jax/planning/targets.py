@@ -168,7 +168,7 @@ def lowering_for(target: Target) -> AbstractContextManager[None]:
 
 
 def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile what was lowered for the target's devices; there is nothing to time kernels on."""
+    """Compile lowered programs for the target's devices, without timing kernels."""
     if target.platform == "tpu":
         return lowered.compile()
     try:

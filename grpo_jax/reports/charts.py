@@ -132,7 +132,7 @@ def drawn_charts(rows: Rows, display: Display) -> list[Values]:
 
 
 def _group(rows: Rows, prefix: str, suffix: str = "", *, sparse: bool = False) -> list[Curve]:
-    """Return a curve for each metric of a prefix and a suffix, labelled by what is between."""
+    """Return a curve for each metric of a prefix and a suffix, labelled by the text between."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith(suffix))
     return [Curve(key, key.removeprefix(prefix).removesuffix(suffix).replace("_", " "), sparse) for key in names]
 

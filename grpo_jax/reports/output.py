@@ -25,14 +25,7 @@ from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end, write_report
 from grpo_jax.rollout.env import EnvError
 from grpo_jax.rollout.rewards import RewardError
-from grpo_jax.runs.directory import (
-    AppendedFile,
-    RunDirectory,
-    finite,
-    read_metrics,
-    truncate_metrics,
-    write_atomically,
-)
+from grpo_jax.runs.directory import AppendedFile, RunDirectory, finite, read_metrics, truncate_metrics, write_atomically
 from grpo_jax.tasks.task import Finished, GalleryEntry
 
 _COMPLETIONS = 64  # of an iteration, in a table of Weights & Biases

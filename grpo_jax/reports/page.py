@@ -1,6 +1,6 @@
 """report.html: one self-contained page of a run's results and curves. Nothing is fetched, no script runs.
 
-page.html has the markup, as macros of Jinja; here is what they are given.
+page.html has the markup, as macros of Jinja; this module makes their data.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def style() -> Markup:
 
 
 def _headline(summary: Values, display: Display) -> tuple[list[str], list[Values]]:
-    """Return the first measure in a sentence, with what is suspect, and a card for each measure."""
+    """Return the first measure in a sentence, with warnings, and a card for each measure."""
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):

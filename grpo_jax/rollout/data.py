@@ -104,7 +104,7 @@ def text_bytes(row: Row) -> int:
 
 
 class Rows(Sequence[Row]):
-    """Rows that are made each time they are asked for, by make(place); what they are made of stays where it lies."""
+    """Rows that make(place) makes on each access; their source is not copied."""
 
     def __init__(self, make: Callable[[int], Row], facts: np.ndarray):
         self.make = make

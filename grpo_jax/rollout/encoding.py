@@ -19,11 +19,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf.chat import (
-    conversation_encoder,
-    knows_option,
-    picture_tokens,
-)
+from grpo_jax.models.hf.chat import conversation_encoder, knows_option, picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
@@ -132,7 +128,7 @@ def make_encode(
             positions += sum(max(grid) // vision.merge for grid in grids) - sum(lengths)
         if context_length is not None and positions > context_length:
             raise UserError(
-                f"{prompt}, and what is written behind it up to {completion_tokens}: {positions} positions, and the "
+                f"{prompt} and its {completion_tokens} completion tokens take {positions} positions, but the "
                 f"policy has {context_length} (max_position_embeddings in its config.json): lower "
                 "sampling.max_new_tokens or shorten the prompt"
             )
@@ -297,7 +293,7 @@ def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFold
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
         ("sampling.stop", bool(config.sampling.stop)),
     ):
-        require(not changed, name, "its default: the task lists what may be written", "another")
+        require(not changed, name, "its default: the task lists the possible texts", "another")
     most, gap = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
     unknown = folder.tokenizer.unk_token_id
     numbers: dict[tuple[int, ...], int] = {}
@@ -321,7 +317,7 @@ def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
 def make_decode(
     tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], ParsedCompletion]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
-    """Return decode(token ids, user's prompt) → (as written, what is judged of it), without special tokens.
+    """Return decode(token ids, user's prompt) → (raw completion, parsed completion), without special tokens.
 
     In the form "append" a completion goes on with its prompt.
     """
@@ -344,7 +340,7 @@ def make_decode(
 def completion_statistics(
     prompts: Sequence[str], texts: Sequence[Sequence[str]], valid: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
-    """Measure the texts `[P][G]` of one batch, beside what they score: a watch on reward hacking.
+    """Measure the texts `[P][G]` of one batch, to detect reward hacking.
 
     Returns:
         "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier

@@ -112,7 +112,7 @@ def as_uint8(picture: Source) -> np.ndarray:
 
 
 class EnvError(UserError):
-    """An environment that failed; what it raised is the cause."""
+    """An environment that failed, with its exception as the cause."""
 
     def __init__(self, reason: str):
         super().__init__(f"the environment: {reason}")
@@ -236,7 +236,7 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
 
 
 def _failure(error: BaseException) -> EnvError:
-    """Describe what an environment raised."""
+    """Describe an environment's exception."""
     if isinstance(error, EnvError):
         return error
     failure = EnvError(str(error) if isinstance(error, UserError) else reason_of(error))
@@ -285,7 +285,7 @@ def ask_environment(
 def _encoded(
     encode: EncodeObservation, observation: Observation, ended: bool, grids: Sequence[np.ndarray]
 ) -> tuple[Observation, list[int]]:
-    """Encode an observation, or what it says is read in its place where that fails; return the one that is read."""
+    """Encode an observation, or a text about its failure in its place; return the one that is read."""
     try:
         return observation, encode(observation, ended, grids)
     except EnvError:

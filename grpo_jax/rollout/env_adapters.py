@@ -1,7 +1,7 @@
 """The two adapters that make an environment: classes with `reset` and `step`, and Python functions as tools.
 
 Tools are offered to the policy as JSON schemas, called as it writes, and answered as text.
-`data.tools` names them by import path. A class among them is what TRL calls an environment factory: each episode has
+`data.tools` names them by import path. A class among them is TRL's environment factory: each episode has
 one object, whose public methods are tools. `reset(**row)` begins it and may add to its prompt, `get_reward()` may judge
 it.
 """
@@ -141,7 +141,7 @@ class EnvRunner(Generic[Single]):
 
 
 async def awaited(returned: Any) -> Any:
-    """Return what a function returned, or what it promised."""
+    """Return a function's result, awaited if it is a coroutine."""
     return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -167,7 +167,7 @@ _OBJECTS = ("environment", "environments")  # columns: the class's name, and for
 
 
 class Call(NamedTuple):
-    """A call that the policy wrote: the tool's name and arguments, or what is wrong with it."""
+    """A call in a completion: the tool's name and arguments, or the mistake in it."""
 
     name: str = ""
     arguments: Mapping[str, Any] = {}
@@ -217,7 +217,7 @@ class Toolbox:
     """Tools by name.
 
     Attributes:
-        schemas: What the chat template offers.
+        schemas: JSON schemas for the chat template.
         make: Makes the object of an episode, whose methods are tools too; None if all are functions.
         made: The name of that object's class.
         judges: Whether that object has a reward.
@@ -277,7 +277,7 @@ class Toolbox:
             among[name] = called
 
     async def call(self, text: str, environment: object = None) -> Observation | None:
-        """Call what a text calls, with the object of its episode; None if it calls nothing."""
+        """Run the tool calls of a text, with its episode's object; None without a call."""
         results = [await self._result(call, environment) for call in calls_in(text)]
         return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
 
@@ -298,7 +298,7 @@ class Toolbox:
         return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold what no text may
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
-        """Call what the last completion of each episode calls, of functions alone: an `Env`."""
+        """Run the tool calls of each episode's last completion, if all tools are functions: an `Env`."""
 
         async def observations() -> list[Observation | None]:
             return await asyncio.gather(*(self.call(episode.last.completion) for episode in episodes))
@@ -315,7 +315,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _schema(tool: Any) -> Mapping[str, Any]:
-    """Return the JSON schema of a function, without what a partial has set and what no call by name can give."""
+    """Return the JSON schema of a function, without arguments set by a partial and positional-only ones."""
     from transformers.utils import get_json_schema
 
     function = tool.func if isinstance(tool, functools.partial) else tool
@@ -332,7 +332,7 @@ def _schema(tool: Any) -> Mapping[str, Any]:
 
 
 def toolbox(names: Sequence[str]) -> Toolbox:
-    """Return the tools of these names; UserError for what cannot be one."""
+    """Return the tools of these names; UserError for an object that cannot be a tool."""
     return _toolbox(tuple(names), tuple(map(_loaded, names)))
 
 
@@ -370,7 +370,7 @@ class ToolEpisode:
         self.object: Any = None
 
     def reset(self, seed: int) -> str:
-        """Begin the episode of a row, and return what is added to its prompt.
+        """Begin the episode of a row; return the text added to its prompt.
 
         Python's random numbers follow from the seed: the object of an episode may have to be made again.
         """
@@ -385,7 +385,7 @@ class ToolEpisode:
         return "" if shown is None else str(shown)
 
     async def step(self, text: str) -> tuple[Observation | None, float | None, bool]:
-        """Call what a text calls; without a call it is the end."""
+        """Run the tool calls of a text; without a call the episode ends."""
         observation = await self._tools.call(text, self.object)
         reward = await awaited(self.object.get_reward()) if self._tools.judges else None
         return observation, reward, observation is None
@@ -400,7 +400,7 @@ class ToolEpisodes:
         self.runner = EnvRunner({self.name: lambda: ToolEpisode(tools, self._rows)}, seed=_ID)
 
     def begun(self, row: Row, prompt: object) -> Row:
-        """Return a row with what its object, which is told the prompt, says at the beginning behind it."""
+        """Return a row whose prompt ends with its object's first text."""
         if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
             raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
         self._rows[row.id] = {**row.columns, "prompt": prompt}
@@ -411,7 +411,7 @@ class ToolEpisodes:
         return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | begun)
 
     def row(self, number: int) -> dict[str, object]:
-        """Return a row whose prompt is what an object says at the beginning; UserError if it fails."""
+        """Return a row whose prompt is its object's first text; UserError if it fails."""
         prompt = self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
         return {"prompt": prompt, "environment": self.name, _ID: number}
 

@@ -33,7 +33,7 @@ _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+
 
 
 class File(NamedTuple):
-    """A picture's file, and what the data set calls it."""
+    """A picture's file, and its name in the data set."""
 
     path: Path
     name: str

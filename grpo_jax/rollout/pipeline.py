@@ -30,7 +30,7 @@ _STDERR = 2
 
 @dataclass
 class _Call:
-    """A stage at work on a chunk; `who` is at work in it."""
+    """A stage that works on a chunk; `who` names the judge or reward in it."""
 
     stage: str
     chunk: int
@@ -46,7 +46,7 @@ _here = threading.local()  # .call: the stage that runs in this thread
 
 
 def at_work(who: str) -> None:
-    """Name who is at work in the calling stage, for its failures; outside a stage nothing happens."""
+    """Name the judge or reward in the calling stage, for its failures; outside a stage do nothing."""
     call = getattr(_here, "call", None)
     if call is not None:
         call.who = who
@@ -86,7 +86,7 @@ class Work:
     def stage(self, name: str, chunk: int) -> Iterator[None]:
         """Do a stage's work on a chunk, after the chunk before it.
 
-        A stage must wait for its results (`jax.block_until_ready`), and set what torch and JAX keep per thread.
+        A stage must wait for its results (`jax.block_until_ready`), and set the per-thread state of torch and JAX.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or chunk == 0 or self._done[chunk - 1] > self._done[chunk])
@@ -122,7 +122,7 @@ class Work:
         return self._ended or self._failure is not None
 
     def share(self, tree: Tree) -> Tree:
-        """Return process 0's tree in all processes, or raise in the others what ended the batch in process 0."""
+        """Return process 0's tree in all processes, or raise process 0's error in the others."""
         if process_count() == 1:
             return tree
         with self._sharing:

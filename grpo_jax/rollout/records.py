@@ -27,7 +27,7 @@ _BATCH_BYTES = 2**26
 Fields = dict[Any, Any]
 """A record: columns by name, which a file may spell with other keys than texts."""
 Record = Fields | str | None
-"""A record; a text that says what is wrong with it; or None for a blank line, which is none."""
+"""A record, a text about the mistake in it, or None for a blank line."""
 
 
 class Records(NamedTuple):
@@ -96,7 +96,7 @@ def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
 
 
 def _parse_object(text: str) -> Record:
-    """Return the object of a line of JSON, or what is wrong with it."""
+    """Return the object of a line of JSON, or a text about the mistake in it."""
     try:
         record = read_json(text)
     except ValueError as error:
@@ -152,7 +152,7 @@ def _load_hub(place: str) -> Any:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Keep the package datasets from logging what it also raises, and from drawing progress bars."""
+    """Keep the package datasets from logging errors that it raises too, and from drawing progress bars."""
     datasets = _datasets()
     level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -51,14 +51,14 @@ class JudgedBatch(NamedTuple):
     values: dict[str, list[float]]
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
-        """Log a number for metrics.jsonl; not of held-out prompts, and not what is not finite."""
+        """Log a finite number for metrics.jsonl; those of held-out prompts are ignored."""
         number = float(value)
         if not self.state.evaluation and math.isfinite(number):
             self.values.setdefault(f"log/{name}", []).append(number)  # judges of several turns have a thread each
 
     @property
     def logged(self) -> dict[str, float]:
-        """Means of what was logged, {"log/NAME": value}."""
+        """Means of the logged numbers, {"log/NAME": value}."""
         return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
 
 
@@ -97,7 +97,7 @@ class TaskRewards:
 
     Attributes:
         functions: By the name that `rewards` and `eval_rewards` of the config use: a reward function, which gets a
-            reward's options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a
+            reward's options as keyword arguments, or a factory of one (a class, a `Maker`). A judge is given to a
             reward that has an argument of its name, as columns are.
         defaults: Rewards where the config names none.
         watched: Names that are watched where the config names none.
@@ -105,7 +105,6 @@ class TaskRewards:
         measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
         column_names: Names of these.
-        conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
     """
 
     functions: Mapping[str, Reward | Maker] = dataclasses.field(default_factory=dict)
@@ -115,11 +114,10 @@ class TaskRewards:
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
     column_names: tuple[str, ...] = ()
-    conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
 
 class ResolvedReward(NamedTuple):
-    """A reward that was found, and what `bind` needs.
+    """A reward that was found, with the inputs of `bind`.
 
     Attributes:
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
@@ -144,7 +142,7 @@ class ResolvedRewards(NamedTuple):
     """Rewards that a run maximises, and measures that it only watches.
 
     Attributes:
-        sections: N rewards as configured, their conditions resolved.
+        sections: N rewards as configured.
         maximised: A function for each.
         watched: W measures.
         eval_rewards: Their names as configured: an import path in full.
@@ -199,10 +197,10 @@ def resolve_rewards(
 
     Args:
         judges: Names of the judges there are.
-        functions: By label, in place of what sections name.
+        functions: By label, in place of the sections' names.
         iterations: Of the run, as rewards with an argument `trainer_state` see it.
     """
-    sections = source.conditions(sections or source.defaults)
+    sections = sections or source.defaults
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
 
@@ -248,10 +246,7 @@ def resolve_rewards(
         maximised.append(reward._replace(name=section.called, messages=section.messages))
     names = (*(eval_rewards or source.watched), *source.always_watched)
     watched = tuple(find(name, {}, "eval_rewards") for name in names)
-    without_none = tuple(
-        section.replace(condition_on=None) if section.condition_on == "none" else section for section in sections
-    )
-    return ResolvedRewards(without_none, tuple(maximised), watched, names, RewardProgress(iterations))
+    return ResolvedRewards(tuple(sections), tuple(maximised), watched, names, RewardProgress(iterations))
 
 
 def require_columns(

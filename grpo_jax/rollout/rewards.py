@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Reward = Callable[..., Any]
 Columns = Mapping[str, Any]
-"""Arguments of rewards by name, P·G values each: lists, or what was drawn as one tensor."""
+"""Arguments of rewards by name, P·G values each: lists, or pictures as one tensor."""
 
 PICTURES = ("images", "baseline_images")
-"""Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
+"""Arguments of rewards with pictures; they stay on the scorer's device."""
 
 MESSAGES = ("prompt_messages", "completion_messages")
 """Prompts and completions as chat messages."""
@@ -59,7 +59,7 @@ class Maker(NamedTuple):
 
 
 class RewardError(UserError):
-    """A reward that failed. ``reward`` is its name; what it raised is the cause."""
+    """A reward that failed. ``reward`` is its name; its exception is the cause."""
 
     def __init__(self, reward: str, reason: str):
         super().__init__(f"reward {one_line(reward, 60)}: {reason}")
@@ -67,7 +67,7 @@ class RewardError(UserError):
 
 
 class BadReturn(TypeError):
-    """A reward that returned what is no list of values; says what it must return."""
+    """A reward with a result that is no list of values; the message says the right form."""
 
 
 def collect_rewards(
@@ -127,7 +127,7 @@ def _call(function: Reward, name: str, arguments: Columns) -> object:
 
 
 def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
-    """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
+    """Return a reward's result as f64 [count]; NaN for None and, if lenient, for a number that is not finite."""
     at_work(f"reward {name}")
     with _blamed(name):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
@@ -246,7 +246,7 @@ def _begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def finished(returned: T | Coroutine[Any, Any, T]) -> T:
-    """Return what a reward returned, awaited if the reward is `async def`."""
+    """Return a reward's result, awaited if the reward is `async def`."""
     return _begin(returned).result() if isinstance(returned, Coroutine) else returned
 
 
@@ -349,7 +349,7 @@ def as_list(returned: Any, count: int) -> list[object]:
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-"""Numbers are compared as they are stored: what overflows float32 is not finite there."""
+"""Numbers are compared as stored: a number beyond float32 is not finite there."""
 _NO_NUMBERS = (str, bytes, bytearray, complex, np.complexfloating, np.datetime64, np.timedelta64)
 """Types that `float` takes, or NumPy turns into a number with a warning."""
 

@@ -203,7 +203,7 @@ def _by_chunk(work: Work, rows: Sequence[Row], chunk: Callable[[int, slice], Rol
 
 
 class _Chunk:
-    """Part of a batch: p prompts, and what is known of their completions so far. `start` is its first row.
+    """Part of a batch: p prompts, and their completions so far. `start` is its first row.
 
     Attributes:
         episodes: `[p][G]`, as far as they have come.
@@ -294,7 +294,7 @@ class _Chunk:
         return self.fns.encode_images(variables, pictures)
 
     def _read_turn(self, samples: Samples) -> None:
-        """Add what was sampled to the active episodes."""
+        """Add the samples to the active episodes."""
         for p, g in self._places:
             raw, parsed = self.fns.decode(_tokens(samples, (p, g)), self.rows[p].prompt)
             turn = Turn(parsed.text, raw, parsed.valid, bool(samples.truncated[p, g]))

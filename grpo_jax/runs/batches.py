@@ -1,4 +1,4 @@
-"""The batch of an iteration: its rollout, what is maximised, and the arrays that the update takes.
+"""The batch of an iteration: its rollout, its objectives, and the arrays for the update.
 
 With training.async_level 1 the next batch is on its way while one is judged and learned from (`Rollouts`):
 
@@ -7,7 +7,7 @@ With training.async_level 1 the next batch is on its way while one is judged and
     sample      batch 1   batch 2   batch 3      with the weights above it, those before the update
 
 The weights that sample a batch follow from the iteration alone: θ0 for batches 0 and 1, then θn for batch n+1.
-Nothing that is learned depends on how long anything takes, and a resumed run begins again what was on its way.
+Results do not depend on timing; a resumed run starts unfinished batches again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
 from grpo_jax.runs.session import Record
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives
+from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives, require_binary
 from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables
 
 Locks = defaultdict[str, threading.Lock]
@@ -44,7 +44,7 @@ Drawn = tuple[Rollout, Objectives, Record]
 
 
 def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> Drawn:
-    """Sample and judge the batch of an iteration; return it, what is maximised, and its part of the metrics row.
+    """Sample and judge the batch of an iteration; return it, its objectives, and its part of the metrics row.
 
     With zero_variance_groups "resample" further batches are drawn until P groups are informative, at most
     three: DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come
@@ -88,15 +88,15 @@ def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int,
 
 
 def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objectives:
-    """Return what is maximised, on the policy's device: conditions applied, length penalty added.
+    """Return the objectives on the policy's device, with conditions and length penalty applied.
 
-    In training completions that could not be read earn what the task says.
+    In training, invalid completions earn the task's `invalid` value.
     """
     algorithm, invalid = ctx.config.algorithm, ctx.task_data.invalid
     leaf = jax.tree.leaves(ctx.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
     rewards, lengths = jax.device_put((rollout.rewards, rollout.lengths), device)
-    return make_turn_objectives(
+    objectives = make_turn_objectives(
         rewards,
         lengths,
         algorithm,
@@ -106,6 +106,9 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
         valid=rollout.valid_turns if training and invalid != "prompt" else None,
         fill=invalid == "worst",
     )
+    if training and algorithm.advantage == "maxrl":
+        require_binary(objectives)
+    return objectives
 
 
 def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch:
@@ -177,7 +180,7 @@ class Rollouts:
         wait(self._drawn.values())
 
     def close(self) -> None:
-        """Stop what is on its way. A call that does not return is left behind."""
+        """Stop unfinished work. A call that does not return is abandoned."""
         self._closed.set()
         wait(self._drawn.values(), _GRACE_SECONDS)
         for thread in threading.enumerate():

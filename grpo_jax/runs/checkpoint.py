@@ -67,7 +67,7 @@ class Checkpoints:
         read_only: bool = False,
         warning: Callable[[str], None] = lambda text: None,
     ):
-        """Open a folder, made if absent, and remove what an interrupted write left in it.
+        """Open a folder, made if absent, and remove the remains of an interrupted write.
 
         `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
         be writing). `warning` gets a line for each damaged checkpoint set aside and each write repeated.
@@ -295,7 +295,7 @@ class Checkpoints:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Name the folder where a write fails, and remove what the write left."""
+        """Name the folder of a failed write, and remove its remains."""
         try:
             with disk_errors(self.folder):
                 yield
@@ -304,7 +304,7 @@ class Checkpoints:
             raise
 
     def _clear(self) -> None:
-        """Remove what an interrupted write left."""
+        """Remove the remains of an interrupted write."""
         for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
             shutil.rmtree(left, ignore_errors=True)
         with suppress(OSError):
@@ -413,7 +413,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             return content
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise UserError(f"{MANIFEST} is missing or differs from what was written")
+    raise UserError(f"{MANIFEST} is missing or damaged")
 
 
 def find_damage(folder: Path) -> str:
@@ -426,7 +426,7 @@ def find_damage(folder: Path) -> str:
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if _digest(folder / name) != digest:
-                return f"{name} differs from what was written"
+                return f"{name} differs from its digest"
     except (UserError, OSError) as error:
         return str(error)
     return ""

@@ -273,7 +273,7 @@ def truncate_metrics(path: str | Path, step: int) -> None:
 
 
 def _metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield lines and what they hold."""
+    """Yield lines and their objects."""
     if not path.is_file():
         return
     try:

@@ -70,7 +70,7 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
         rows,
         key=ctx.key,
         iteration=None,
-        work=ctx.work(max(_chunk(ctx) // count, 1)),
+        work=ctx.work(max(chunk_size(ctx) // count, 1)),
     )
     measures = means(ctx, rollout)
     measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
@@ -85,7 +85,7 @@ def asked_to_watch(ctx: RunContext) -> list[str]:
 
 
 def watched_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
-    """Return what was asked to be watched, of each prompt by name; rounded for checkpoints."""
+    """Return the eval_rewards of each prompt by name, rounded for checkpoints."""
     values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(ctx.fns.eval_reward_names, values.tolist(), strict=True))
     return {name: columns[name] for name in asked_to_watch(ctx)}
@@ -127,10 +127,10 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
     texts: list[str] = []
     ranked_rows: list[Row] = []
     every: dict[str, list[object]] = {}
-    for start in range(0, len(rows), _chunk(ctx)):
+    for start in range(0, len(rows), chunk_size(ctx)):
         if ctx.is_stopped():
             raise Stopped
-        part = rows[start : start + _chunk(ctx)]
+        part = rows[start : start + chunk_size(ctx)]
         prompt = ctx.fns.encode(part)
         encode_images = ctx.fns.encode_images
         pictures = {}
@@ -164,11 +164,12 @@ def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]
 
 def evaluate_texts(ctx: RunContext, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
     """Measure given texts in the policy's place: unchanged prompts or the oracle's rewrites. No length penalty."""
-    rollout = judge(ctx.fns, rows, [[text] for text in texts], ctx.work(_chunk(ctx)))
+    rollout = judge(ctx.fns, rows, [[text] for text in texts], ctx.work(chunk_size(ctx)))
     return Evaluation(means(ctx, rollout), rollout)
 
 
-def _chunk(ctx: RunContext) -> int:
+def chunk_size(ctx: RunContext) -> int:
+    """Return how many prompts travel together."""
     fns = ctx.fns
     return TEXT_CHUNK if fns.render is None and fns.encode_images is None else PICTURE_CHUNK
 
@@ -203,7 +204,7 @@ def measures_by_column(ctx: RunContext, rows: Sequence[Row], evaluation: Evaluat
 
 
 def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
-    """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
+    """Mean of each reward as judged, of each watched measure, and of the training objective: `TOTAL`.
 
     The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
     mean to take a missing value's place); NaN if an objective is missing in all rows.

@@ -1,4 +1,4 @@
-"""Load what a config names: first whatever can fail without weights, then policy and judges."""
+"""Load everything that a config names: checks without weights first, then policy and judges."""
 
 from __future__ import annotations
 
@@ -43,13 +43,7 @@ from grpo_jax.rollout.encoding import Encoded, choices_trie, make_decode, make_e
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.reward_registry import (
-    ResolvedRewards,
-    bind,
-    judge_named,
-    require_columns,
-    resolve_rewards,
-)
+from grpo_jax.rollout.reward_registry import ResolvedRewards, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.rewards import Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.metrics import require_names
@@ -66,6 +60,7 @@ from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
+from grpo_jax.training.update import Learner, make_learner
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 _GALLERY = 12  # held-out prompts whose pictures are kept
@@ -81,6 +76,7 @@ class RunContext(NamedTuple):
         key: The run's key, that all others are folded from.
         devices: Device names of policy and judges.
         stopping: Whether a stop was asked for.
+        learner: Its update; None of a run that only measures.
     """
 
     config: Config
@@ -95,6 +91,7 @@ class RunContext(NamedTuple):
     devices: dict[str, str]
     iterations: int
     stopping: Callable[[], bool] = lambda: False
+    learner: Learner | None = None
 
     def is_stopped(self) -> bool:
         """Return, in all processes, whether one of them was asked to stop."""
@@ -134,11 +131,13 @@ def load(
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
     leaving: ExitStack | None = None,
+    ahead: Callable[[RunContext], None] | None = None,
 ) -> RunContext:
     """Load everything, one line (info(name, detail)) per part.
 
     `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
-    outside this process when the run ends. Of several processes process 0 alone loads judges.
+    outside this process when the run ends. Of several processes process 0 alone loads judges. A run that trains has
+    `ahead`, which is called with everything but the judges, before these are imported.
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
@@ -170,7 +169,6 @@ def load(
             with judge_named(name):
                 judge.check()
 
-    on_all_processes(check_judges)
     devices = policy_devices(placement, config.policy)
     on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
@@ -194,6 +192,31 @@ def load(
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", told)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
+    choices = data.choices
+    allowed = policy_tokens(config, policy.folder)
+    trie = choices_trie(config, choices and choices.texts, policy.folder)
+    names = tuple(reward.name for reward in resolved.maximised)
+    ctx = RunContext(
+        config=config,
+        task_data=data,
+        policy=policy,
+        fns=RolloutFns(encode, _not_loaded, data.render and _not_loaded, _not_loaded, names, ()),
+        rewards=resolved,
+        samplers=make_samplers(config.sampling, config.evaluation, policy, allowed, trie),
+        allowed_tokens=allowed,
+        trie=trie,
+        key=jax.random.key(config.seed),
+        devices={},
+        iterations=iterations,
+        stopping=stopping,
+    )
+    if pictures:
+        ctx = ctx._replace(fns=ctx.fns._replace(encode_images=make_see(policy)))
+    if ahead is not None:
+        learner = make_learner(config, policy, iterations, allowed_tokens=allowed, trie=trie)
+        ctx = ctx._replace(learner=learner)
+        ahead(ctx)
+    on_all_processes(check_judges)
 
     def load_judges() -> dict[str, Any]:
         judges = {}
@@ -211,25 +234,15 @@ def load(
     device = devices[0] if policy.mesh is None else None
     prepare = None if image_processor is None else make_prepare(image_processor, device)
     fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, prepare)
-    choices = data.choices
-    texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), choices_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, fns)
-    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
-    return RunContext(
-        config=config,
-        task_data=data,
-        policy=policy,
-        fns=fns._replace(encode_images=make_see(policy) if pictures else None),
-        rewards=resolved,
-        samplers=samplers,
-        allowed_tokens=allowed,
-        trie=trie,
-        key=jax.random.key(config.seed),
+    return ctx._replace(
+        fns=fns._replace(encode_images=ctx.fns.encode_images),
         devices={**placement, **pools} if judges else {POLICY: listed(devices)},
-        iterations=iterations,
-        stopping=stopping,
     )
+
+
+def _not_loaded(*_: Any, **__: Any) -> Any:
+    raise AssertionError("judges are not loaded yet")
 
 
 def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
@@ -360,7 +373,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
 
 
 def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
-    """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
+    """Refuse a best checkpoint or early stopping by an unmeasured metric, and kinds that no prompt has."""
     training, names = config.training, (SCORE, *fns.reward_names, *fns.eval_reward_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)

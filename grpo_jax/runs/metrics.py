@@ -162,6 +162,8 @@ def update_metrics(report: Record, learning_rate: float) -> Record:
         }
     if "entropy_coef" in report:
         row["entropy_coef"] = float(report["entropy_coef"])
+    if "off_policy_masked" in parts:
+        row["off_policy_masked"] = float(parts["off_policy_masked"].value())
     named = ("importance_weight", "importance_clipped")
     row |= {name: float(measured[name]) for name in named if name in measured}
     return {**row, "learning_rate": learning_rate}
@@ -235,8 +237,9 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
     for p, g in np.ndindex(advantages.shape[:2]):
         for number, turn in enumerate(rollout.episodes[p][g].turns):
             advantage = advantages[p, g]
-            if advantages.ndim == 3 and samples.turn is not None:
-                in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
+            if advantages.ndim == 3:
+                in_turn = samples.mask[p, g]
+                in_turn = in_turn if samples.turn is None else in_turn & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
             prompt = rollout.rows[p].prompt

@@ -14,7 +14,7 @@ from grpo_jax.config.command_line import load_config
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import MeshSection
+from grpo_jax.config.sections import LoraSection, MeshSection
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import process_count
@@ -31,7 +31,10 @@ from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.session import Record
 from grpo_jax.tasks.task import Vocabulary
+from grpo_jax.training.batch import Batch
+from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import trained_collections
+from grpo_jax.training.update import make_forward_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,6 +116,30 @@ def load_run_policy(
     return policy
 
 
+def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callable[[Batch], jax.Array] | None:
+    """Load algorithm.teacher and compile batch → its log-probabilities f32 [P, G, T]; None without a folder.
+
+    `distribution` is allowed_tokens and trie of `make_forward`. UserError for a teacher whose tokens are others, or for
+    a policy that sees pictures.
+    """
+    path = config.algorithm.teacher
+    if not path:
+        return None
+    blind = VISUAL not in policy.variables and VISUAL not in policy.variables["params"]
+    require(blind, "algorithm.teacher", "none beside a policy that sees pictures", path)
+    section = config.policy.replace(path=path, lora=LoraSection(), quantised="none")
+    leaf = jax.tree.leaves(policy.variables)[0]
+    devices = list(leaf.devices()) if policy.mesh is None else list(policy.mesh.devices.flat)
+    teacher = load_policy(str(own_package("bridges").bundled(path, "policy") or path), section, devices=devices)
+    same = teacher.folder.tokenizer.get_vocab() == policy.folder.tokenizer.get_vocab()
+    same = same and teacher.config.vocab_size == policy.config.vocab_size
+    require(same, "algorithm.teacher", "a policy with the tokens of policy.path", path)
+    forward = make_forward(teacher, temperature=config.sampling.temperature, **distribution)
+    parts = config.training.minibatches * config.training.grad_accumulation_steps
+    look = make_forward_step(forward, grad_accumulation_steps=parts)
+    return lambda batch: look(teacher.variables, batch).logprobs
+
+
 def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) -> str:
     section, variables = config.policy, policy.variables
     trained = f", LoRA rank {policy.lora.rank}" if policy.lora else ""
@@ -126,14 +153,15 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
         tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
     place = ", ".join(map(str, devices))
     precision = policy.precision
-    rounded = "" if precision is None or devices[0].platform == "cpu" else f" (matmul_precision {precision})"
+    ignored = devices[0].platform == "cpu" and precision != "bfloat16"
+    rounded = "" if precision is None or ignored else f" (matmul_precision {precision})"
     return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{rounded}{trained}, on {place}"
 
 
 def _check_room(config: Config, limit: int | None) -> None:
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
-        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
+        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "sampling.turns with their observations"
         raise UserError(
             f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
             f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"

@@ -1,4 +1,4 @@
-"""Processes of a run: what they find compiled, and how several of them join, compare themselves and end together.
+"""Processes of a run: the cache of compiled programs; how several processes join, compare and end together.
 
 If one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
 one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
@@ -44,6 +44,7 @@ _PACKAGES = (
     "diffusers", "open_clip_torch",
 )  # fmt: skip
 _BLOCK = 2**20
+_MOST_PROGRAMS = 2000
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -93,7 +94,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
 def join(config: Any) -> Any:
     """Join the processes that the environment announces, and return the config with the run_dir of process 0.
 
-    Raises UserError in all processes if they differ in what must be the same.
+    Raises UserError in all processes if they differ where they must agree.
     """
     count, _ = announced()
     if count == 1:
@@ -206,7 +207,10 @@ def _is_of_another(error: BaseException | None) -> bool:
 
 
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Let JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
+    """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`, at most 2 GiB.
+
+    Small programs too: a start has more than a hundred, and finding one takes a quarter of compiling it. Since JAX
+    reads the times of all entries when it writes one, the latest 2,000 are kept.
 
     JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
     folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
@@ -227,11 +231,16 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
             f"warning: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it"
         )
         return None
+    times = {path.name.removesuffix("-atime"): path for path in folder.glob("*-atime")}
+    latest = sorted(times, key=lambda name: times[name].stat().st_mtime, reverse=True)
+    kept = set(latest[:_MOST_PROGRAMS])
     for entry in folder.glob("*-cache"):  # a kill leaves entries without the time of their use, which block all writes
-        if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():
+        if entry.name.removesuffix("-cache") not in kept:
             entry.unlink(missing_ok=True)
+    for name in latest[_MOST_PROGRAMS:]:
+        times[name].unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    settings = {"jax_persistent_cache_min_compile_time_secs": 0.3, "jax_compilation_cache_max_size": 2 * 2**30}
+    settings = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_compilation_cache_max_size": 2 * 2**30}
     for name in settings.keys() - {name.lower() for name in environment}:
         jax.config.update(name, settings[name])
     return folder

@@ -52,9 +52,15 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
 
 
 def load_given(
-    config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], leaving: ExitStack
+    config: Config,
+    output: Any,
+    prompts: Any,
+    rewards: Any,
+    stopping: Callable[[], bool],
+    leaving: ExitStack,
+    ahead: Callable[[RunContext], None],
 ) -> RunContext:
-    """Load a run; name what was given in Python in its config, and keep prompts beside it."""
+    """Load a run that trains; name objects given in Python in its config, and keep prompts beside it."""
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         write_atomically(output.directory.config, to_yaml(given.config))
@@ -62,7 +68,7 @@ def load_given(
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
-    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving)
+    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, ahead=ahead)
     if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
         write_atomically(output.directory.config, to_yaml(ctx.config))
     return ctx

@@ -11,12 +11,7 @@ from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.evaluation import (
-    Evaluation,
-    Statistics,
-    evaluate_texts,
-    watched_values,
-)
+from grpo_jax.runs.evaluation import Evaluation, Statistics, evaluate_texts, watched_values
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, fallen
 from grpo_jax.runs.session import Progress, Record

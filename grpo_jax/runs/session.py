@@ -44,7 +44,7 @@ class Progress(NamedTuple):
         iteration: Iterations done.
         iterations: Iterations in all.
         seconds: By stage; "total" counts earlier processes alone, in a checkpoint this one too.
-        identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
+        identity: "config": its fields that change learning; "task": other values that must stay the same on resume.
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
@@ -79,7 +79,7 @@ def identity_of(config: Section, task: Mapping[str, object]) -> dict[str, Record
 
 
 def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming what differs, where a checkpoint is of another configuration or of other data."""
+    """Raise UserError naming the differences, if a checkpoint is of another configuration or other data."""
     changed = differences(saved["config"], config)
     if changed:
         raise UserError(
@@ -223,7 +223,7 @@ class EarlyStopping(NamedTuple):
     validations: int = 0
 
     def after(self, measures: Mapping[str, float], iteration: int, config: Config) -> EarlyStopping:
-        """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
+        """Count a validation; better is above the best by more than training.early_stopping_threshold."""
         value = measures.get(config.evaluation.best_by, math.nan)
         better = self.best is None or value > self.best + config.training.early_stopping_threshold
         if math.isfinite(value) and better:
@@ -271,13 +271,13 @@ class Session:
         progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
         require_same(progress.identity, self.config, task, checkpoints.folder)
         if progress.iteration > iterations:
-            raise UserError(f"--resume: {progress.iteration} iterations are done, and the run is to have {iterations}")
+            raise UserError(f"--resume: {progress.iteration} iterations are done, more than the run's {iterations}")
         return progress
 
     def keep_config(self) -> None:
-        """On --resume, write what was overridden, such as --on_judge_error, into config.yaml for the next resume.
+        """On --resume, write overridden fields, such as --on_judge_error, into config.yaml for the next resume.
 
-        Comes after what may refuse the resume: config.yaml must not keep what was refused.
+        Call it after all checks of the resume: config.yaml must not keep a refused value.
         """
         if self.config.resume and is_main_process():
             write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
@@ -359,7 +359,7 @@ def nothing_judged(progress: Progress, run_dir: str) -> str:
         return ""
     return (
         f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))}). Saved after "
-        f"iteration {done}; fix the rewards, or what they ask, and {_again(run_dir, done < iterations)}"
+        f"iteration {done}; fix the rewards or their judges, and {_again(run_dir, done < iterations)}"
     )
 
 
@@ -382,7 +382,7 @@ def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str
 def explained(
     error: StageError | StopRun, iteration: int | None, run_dir: str, *, resumable: bool, hint: str
 ) -> Exception:
-    """Return an error that ended a run as one line that says what to do; `iteration` is the one that was saved.
+    """Return the error that ended a run as one line with its remedy; `iteration` is the one that was saved.
 
     An error of the policy's own stage stays as it is.
     """

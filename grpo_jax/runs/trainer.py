@@ -22,18 +22,13 @@ from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, p
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.metrics import (
-    TOTAL,
-    completion_columns,
-    fallen,
-    iteration_row,
-    reward_streaks,
-    update_metrics,
-)
+from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
+from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
@@ -54,7 +49,6 @@ from grpo_jax.runs.session import (
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.tasks.task import Blocks, TaskSetup
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
-from grpo_jax.training.update import make_learner
 
 _UPDATE_STREAM = 2**31 - 3
 
@@ -84,7 +78,7 @@ def train(
         try:
             with stop.at_once():
                 if is_language:
-                    loaded = load_given(config, output, prompts, rewards, stop.is_set, leaving)
+                    loaded = load_given(config, output, prompts, rewards, stop.is_set, leaving, compile_ahead)
                 else:
                     loaded = config.task.load(TaskSetup(config, None, output.info))
         except Stopped:
@@ -117,9 +111,9 @@ class Trainer:
         self.session, self.ctx, self.config, self.output = session, ctx, ctx.config, session.output
         self.checkpoints, self.stop, self.clock = session.checkpoints, session.stop, session.clock
         self.iterations = ctx.iterations
-        self.learner = make_learner(
-            ctx.config, ctx.policy, self.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie
-        )
+        assert ctx.learner is not None
+        self.learner = ctx.learner
+        self.teacher = load_teacher(ctx.config, ctx.policy, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
         self.rollouts = Rollouts(ctx)
         self._begun = False  # there are a state and a progress to save
 
@@ -173,7 +167,7 @@ class Trainer:
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
         if written < rows:
-            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: what is missing stays so")
+            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: missing rows stay missing")
         output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
             output.info(
@@ -200,6 +194,8 @@ class Trainer:
             rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
             batch = batch_of(ctx, rollout, objectives)
+            if self.teacher is not None:
+                batch = batch._replace(ref_logprobs=self.teacher(batch))
             if i == first:
                 output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.models.attention import Cache, Prefix
+from grpo_jax.models.jitted import Jitted
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP
 from grpo_jax.models.variables import PyTree, Variables, numbered
@@ -51,6 +52,7 @@ class Samples(NamedTuple):
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None if the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
+        kept: int32 [P, G, T, top_k], the tokens each was drawn among (`Choice.kept`), -1 after the end; or None.
     """
 
     tokens: Array
@@ -60,6 +62,7 @@ class Samples(NamedTuple):
     truncated: Array
     present: Array | None = None
     turn: Array | None = None
+    kept: Array | None = None
 
 
 class Ends(NamedTuple):
@@ -87,11 +90,13 @@ class Loop(NamedTuple):
     sampler_logprobs: jax.Array
     place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
     node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without
+    kept: jax.Array | None = None  # int32 [P, G, T, top_k], the tokens that each was drawn among; None unless asked for
 
     @property
     def samples(self) -> Samples:
         """The completions so far."""
-        return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, truncated=~self.done)
+        ended = {"truncated": ~self.done, "kept": self.kept}
+        return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, **ended)
 
 
 class PromptBatch(NamedTuple):
@@ -140,7 +145,7 @@ def make_sampler(
     ends = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
-    @jax.jit
+    @Jitted
     def write(stops: jax.Array | None, trie: Trie | None, variables: Variables, *prompts: PyTree) -> Samples:
         batch = PromptBatch(*prompts)
         return write_completions(policy, params, ends._replace(stops=stops, trie=trie), variables, batch).samples
@@ -221,7 +226,7 @@ def over_buckets(write: Callable[..., Written], policy: Policy, pad_id: int, len
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
         padded = pad_to_bucket(tokens, mask, keys, pad_id, shares=shares_of(policy))
         samples = write(numbered(variables), *padded, pad_rows(pictures, len(padded[0])))
-        return jax.tree.map(lambda x: x[: len(tokens)], samples)
+        return samples if len(padded[0]) == len(tokens) else jax.tree.map(lambda x: x[: len(tokens)], samples)
 
     return sample
 
@@ -295,6 +300,8 @@ def write_completions(
     sizes = cache_sizes(length)
     cache = policy.init_cache(rows, group, sizes[0])
     loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache)
+    if params.keep_mask:
+        loop = loop._replace(kept=jnp.full((rows, group, length, params.top_k), -1, jnp.int32))
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))
     for size in sizes:
@@ -415,7 +422,7 @@ def make_writer(
         if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
         choice = choose_tokens(logits, step_keys, params, allowed)
-        choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
+        choice = jax.tree.map(lambda x: x.reshape(*loop.done.shape, *x.shape[1:]), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
         ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in ends.eos_ids], jnp.zeros_like(active))
@@ -428,6 +435,8 @@ def make_writer(
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended = ended | (ends.trie.text[node] >= 0)
             loop = loop._replace(node=node)
+        if loop.kept is not None:
+            loop = loop._replace(kept=loop.kept.at[:, :, loop.step].set(jnp.where(active[..., None], choice.kept, -1)))
         at = (..., loop.step)
         return loop._replace(
             step=loop.step + 1,

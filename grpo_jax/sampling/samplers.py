@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -41,15 +41,17 @@ class Samplers(NamedTuple):
 
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
     """Parameters of a config's section; greedy ones (temperature 0) need no restriction."""
-    restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
+    restrict: dict[str, Any] = {}
+    if temperature:
+        restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
+        restrict["keep_mask"] = section.sampling_mask == "keep"
     return SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
     """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
-    return section.replace(
-        group_size=max(evaluation.samples, 1), temperature=evaluation.temperature or section.temperature
-    )
+    temperature = evaluation.temperature or section.temperature
+    return section.replace(group_size=max(evaluation.samples, 1), temperature=temperature, sampling_mask="none")
 
 
 def make_samplers(
@@ -67,7 +69,9 @@ def make_samplers(
     ends = named_ends(section, policy.folder, allowed)
     rank = None
     if trie is not None:
-        require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
+        require(section.turns == 1, "sampling.turns", "1: the task lists the possible texts", section.turns)
+        unmasked = section.sampling_mask == "none"
+        require(unmasked, "sampling.sampling_mask", "none: the task lists the possible texts", section.sampling_mask)
         rank = _gathered(make_ranker(policy, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
     def sampler(
@@ -120,7 +124,7 @@ def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndar
 
 
 def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool = False) -> Callable[..., PyTree]:
-    """Gather what a sampler returns; of an episode sampler what it carries stays where it is."""
+    """Gather a sampler's results; the carried state of an episode sampler stays in place."""
 
     def gathered(*arguments: PyTree, **named: PyTree) -> PyTree:
         made = sample(*arguments, **named)

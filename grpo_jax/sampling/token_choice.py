@@ -29,6 +29,7 @@ class SamplingParams:
         top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as likely
             as the last of them come along); 1 for all.
         min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
+        keep_mask: Tell which tokens were drawn among; with top_k alone, whose number bounds them.
     """
 
     group_size: int
@@ -37,6 +38,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    keep_mask: bool = False
 
     def __post_init__(self):
         """Raise a ValueError that names the field for values outside their range."""
@@ -50,6 +52,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "keep_mask": (not self.keep_mask or self.top_k > 0, "False without top_k"),
         }
         for name, (holds, expected) in rules.items():
             if not holds:
@@ -62,11 +65,15 @@ class SamplingParams:
 
 
 class Choice(NamedTuple):
-    """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R]."""
+    """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R].
+
+    `kept`, int32 [R, top_k], are the tokens it was drawn among, -1 for those that fell out; None unless asked for.
+    """
 
     tokens: jax.Array
     logprobs: jax.Array
     sampler_logprobs: jax.Array
+    kept: jax.Array | None = None
 
 
 def choose_tokens(
@@ -92,19 +99,21 @@ def choose_tokens(
         tokens = jnp.argmax(logits, axis=0).astype(jnp.int32)
         logprobs = _take(logits, tokens) - jax.nn.logsumexp(logits, axis=0)
         return Choice(tokens, logprobs, jnp.zeros_like(logprobs))
-    logits = logits / params.temperature
+    logits, kept = logits / params.temperature, None
     if params.top_k:
         values, ids = (part.T for part in lax.top_k(logits.T, min(params.top_k, logits.shape[0])))
         survivors = _restrict_sorted(values, params)
         index, survivor_mass = _draw(survivors, keys)
         tokens = _take(ids, index)
+        if params.keep_mask:
+            kept = jnp.where(survivors > -jnp.inf, ids, -1).T
     else:
         survivors = _restrict(logits, params)
         index, survivor_mass = _draw(survivors, keys)
         tokens = index
     chosen = _take(logits, tokens)
     policy_mass = jax.nn.logsumexp(logits, axis=0) if params.restricted else survivor_mass
-    return Choice(tokens, chosen - policy_mass, chosen - survivor_mass)
+    return Choice(tokens, chosen - policy_mass, chosen - survivor_mass, kept)
 
 
 def _take(values: jax.Array, index: jax.Array) -> jax.Array:
@@ -112,7 +121,7 @@ def _take(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [k, R] sorted downwards; what falls out becomes -inf."""
+    """Top-p and min-p on logits [k, R] in descending order; excluded logits become -inf."""
     if params.top_p < 1:
         probs = jax.nn.softmax(values, axis=0)
         values = jnp.where(jnp.cumsum(probs, axis=0) - probs < params.top_p, values, -jnp.inf)
@@ -120,7 +129,7 @@ def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
 
 
 def _restrict(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [V, R] in any order; what falls out becomes -inf."""
+    """Top-p and min-p on logits [V, R] in any order; excluded logits become -inf."""
     if params.top_p < 1:
         probs = jnp.exp(logits - jnp.max(logits, axis=0))
         logits = jnp.where(probs >= _nucleus_threshold(probs, params.top_p), logits, -jnp.inf)

@@ -1,1 +1,1 @@
-"""Tasks: what a policy is to learn, a folder for each. Nothing outside knows one by name."""
+"""Tasks of a policy, a module or folder for each. Nothing outside knows one by name."""

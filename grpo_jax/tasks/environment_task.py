@@ -27,10 +27,10 @@ class Environment(Task):
     """Episodes of environments of your own: reset(seed) → prompt, step(text) → (observation, reward, done)."""
 
     environment: dict[str, Any] | list[str] | str = []
-    """Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of several a list,
-    or {class: share} of how much of the prompts each has."""
+    """Class of the environment, package.module:Class or file.py:Class, made without arguments for each episode.
+    Several as a list, or as {class: share of the prompts}."""
     seeds: PositiveCount = 1024
-    """How many episodes there are to train on, over and over; further ones are held out."""
+    """Number of training episodes, which repeat; further ones are held out."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "sampling": {"turns": 4, "max_new_tokens": 64, "max_observation_tokens": 64},
@@ -70,7 +70,7 @@ class Environment(Task):
         )
 
     def _kinds(self, count: int) -> Sequence[int]:
-        """Return which environment each of some episodes is of, as evenly spread as the shares allow."""
+        """Return the environment of each episode, spread as evenly as the shares allow."""
         named = self.environment
         given = [*named.values()] if isinstance(named, dict) else [1.0] * (1 if isinstance(named, str) else len(named))
         shares = np.array(given)
@@ -88,7 +88,7 @@ def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
 
 
 def _rewards(runner: EnvRunner, kinds: Sequence[str]) -> TaskRewards:
-    """Return the reward of a step, and beside it that of each kind of environment where there are several."""
+    """Return the reward of a step, and that of each kind of environment if there are several."""
     alone = {f"reward_{kind}": _of_kind(runner.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
     return TaskRewards(
         {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), always_watched=tuple(alone)

@@ -1,4 +1,4 @@
-"""Tasks whose texts are drawn: rewards of pictures and texts, judges, prompts, and what is shown of a run.
+"""Tasks with rendered texts: rewards of pictures and texts, judges, prompts, and the report's pictures.
 
 Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures)
 and ``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the
@@ -80,7 +80,7 @@ def alignment_gain(
 class Faithfulness:
     """Hinge on the rewrite's likeness to the prompt: min(0, cos(rewrite, prompt) - margin).
 
-    Above `margin`, in [-1, 1], all rewrites are equally faithful, so copying the prompt is not what it teaches.
+    Above `margin`, in [-1, 1], all rewrites are equally faithful, so it does not teach to copy the prompt.
     """
 
     margin: float = 0.8
@@ -117,16 +117,6 @@ class Length:
         return -np.maximum(0.0, tokens - limit) / window
 
 
-def quality(
-    prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
-) -> np.ndarray:
-    """Aesthetic score of the picture, whatever it shows: a head on the scorer's features.
-
-    Meant to be conditioned on alignment: a beautiful picture of something else is no success.
-    """
-    return _values(scorer.quality(images))
-
-
 def questions(
     prompts: list[str],
     completions: list[str],
@@ -148,6 +138,41 @@ def questions(
     return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(lists)]
 
 
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def soft_tifa(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    vqa_list: list[list[tuple[str, str]] | None],
+    scorer: Answerer,
+    **columns: object,
+) -> list[float | None]:
+    """GenEval 2's Soft-TIFA (arXiv:2512.16853), in [0, 1]; None where a row has no questions.
+
+        (Π_q P(answer_q))^(1 / Q),  the geometric mean over the row's questions
+
+    `vqa_list` has pairs [question, answer], as GenEval 2's rows do. It needs a judge that answers (`soft_tifa@vqa`);
+    any other is a UserError.
+    """
+    if not hasattr(scorer, "begins"):
+        raise UserError("it needs a judge of kind vqa: name it soft_tifa@JUDGE")
+    asked = [(row, *pair) for row, pairs in enumerate(vqa_list) for pair in pairs or []]
+    rows, texts = [row for row, *_ in asked], [f"{question} Answer in one word." for _, question, _ in asked]
+    chances = _values(scorer.begins(images[rows], texts, [_spellings(answer) for *_, answer in asked]))
+    logs = np.log(np.maximum(chances.astype(np.float64), 1e-300))
+    return [float(np.exp(logs[np.equal(rows, row)].mean())) if pairs else None for row, pairs in enumerate(vqa_list)]
+
+
+def _spellings(answer: str) -> list[str]:
+    """How a reply may write an answer of one word: small or large, and a number as a digit."""
+    number = [str(_NUMBERS.index(answer.lower()))] if answer.lower() in _NUMBERS else []
+    words = [answer, answer.lower(), answer.capitalize(), *number]
+    return [*words, *(f" {word}" for word in words)]
+
+
 def geneval(
     prompts: list[str],
     completions: list[str],
@@ -158,7 +183,7 @@ def geneval(
     scorer: Scorer,
     **columns: Any,
 ) -> list[float | None]:
-    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None if a row asks nothing.
+    """Score of a picture by GenEval's rules, for its row's `include`, `exclude` and `tag`; None without them.
 
     `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
     """
@@ -175,7 +200,7 @@ def pixel_accuracy(
     requested: list[Mapping[str, Any]],
     **columns: object,
 ) -> np.ndarray:
-    """What a checker reads from the pixels without a network, in [0, 1]: the share of the requested attributes.
+    """Share of the requested attributes that a checker finds in the pixels, without a network, in [0, 1].
 
     Of several objects 1 if all is as requested, and else 0.
     """
@@ -189,44 +214,20 @@ REWARDS = {
     "alignment_gain": alignment_gain,
     "faithfulness": Faithfulness,
     "length": Length,
-    "quality": quality,
     "questions": questions,
+    "soft_tifa": soft_tifa,
     "geneval": geneval,
     "pixel_accuracy": pixel_accuracy,
 }
 """Rewards by their name in a config."""
 
 
-def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
-    """Return the sections, quality counted only where alignment is reached unless the config says otherwise.
-
-    That is where the picture fits the prompt at least as well as the unchanged prompt's (gain ≥ 0). For `alignment`
-    alone no threshold suits every scorer: CLIP ViT-B/32 gives a fitting picture about 0.3 and a wrong one below 0.2,
-    hence 0.25. Quality without either is a UserError.
-    """
-    names = [section.name for section in sections]
-    thresholds = {"alignment_gain": 0.0, "alignment": 0.25}
-    condition = next((name for name in thresholds if name in names), None)
-    resolved = []
-    for section in sections:
-        if section.condition_on is None and section.name == "quality":
-            if condition is None:
-                raise UserError(
-                    "rewards.quality: a pretty picture of something else would earn it; list alignment or "
-                    "alignment_gain among the rewards, or say condition_on: none"
-                )
-            section = section.replace(condition_on=condition, threshold=thresholds[condition])
-        resolved.append(section)
-    return tuple(resolved)
-
-
 class PictureTask(Task):
     """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     invalid: Invalid = "worst"
-    """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
-    the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
-    ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
+    """Rewards of an invalid answer (empty, a refusal, endless thinking): "worst", the lowest of its group's valid
+    answers, for each reward; "missing", none; "prompt", those of the user's prompt, rendered in its place."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
@@ -249,20 +250,12 @@ class PictureTask(Task):
         for name in ("renderer", "scorer"):
             require(name in config.judges, f"judges.{name}", "a judge", None)
         names = [*(reward.name for reward in config.rewards), *config.eval_rewards]
-        head = getattr(config.judges["scorer"], "quality_head", None)
-        require(
-            "quality" not in names or head is not None,
-            "rewards.quality",
-            "judges.scorer.quality_head to name a safetensors file",
-            head,
-        )
         require(
             "pixel_accuracy" not in names or config.data.prompts in (MINIATURE, SCENES),
             "eval_rewards.pixel_accuracy",
             f'the prompts it knows, data.prompts "{MINIATURE}" or "{SCENES}"',
             config.data.prompts,
         )
-        conditioned(config.rewards)
 
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
@@ -274,7 +267,7 @@ def picture_data(config: Config, prompts: PromptSet, defaults: Sequence[RewardSe
     """Return prompts, rewards and renderer of a task whose texts are drawn; the judges come later."""
     return TaskData(
         prompts,
-        TaskRewards(REWARDS, defaults=defaults, conditions=conditioned),
+        TaskRewards(REWARDS, defaults=defaults),
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
         invalid=config.task.invalid,
     )

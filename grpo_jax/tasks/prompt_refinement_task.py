@@ -1,4 +1,4 @@
-"""The task: rewrite a prompt, see what was drawn of it, and write a better one."""
+"""The task: rewrite a prompt, see its picture, and write a better one."""
 
 from __future__ import annotations
 
@@ -39,17 +39,15 @@ class PromptRefinement(PictureTask):
     default_config: ClassVar[str | None] = "prompt_refinement_miniature"
 
     observation: str = ""
-    """What is said between two turns; {prompt} stands for the user's. Empty: a request to fix what is wrong."""
+    """Message between two turns, with {prompt} for the user's prompt; empty for a request to fix the mistakes."""
     shown: Shown = "drawn"
-    """What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none", or that
-    of an "other" user's prompt. The last two are controls."""
+    """Picture between two turns: the one of the policy's prompt ("drawn"), "none", or one of an "other" user's prompt.
+    The last two are controls."""
 
     def check(self, config: Config) -> None:
         """Refuse settings that no picture task has, and a single turn."""
         super().check(config)
-        require(
-            config.sampling.turns >= 2, "sampling.turns", "at least 2, to fix what was drawn", config.sampling.turns
-        )
+        require(config.sampling.turns >= 2, "sampling.turns", "at least 2, to see its picture", config.sampling.turns)
         require(config.data.form == "rewrite", "data.form", "'rewrite'", config.data.form)
 
     def load(self, setup: TaskSetup) -> TaskData:

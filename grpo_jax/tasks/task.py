@@ -248,7 +248,7 @@ class TaskReport:
     Attributes:
         references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
         statistics: (rows, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch.
-        remember: (name, rollouts by kind) → what the findings need of a measurement; goes into checkpoints.
+        remember: (name, rollouts by kind) → data of a measurement for the findings; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
         columns: Columns of the rows that the report's table shows: {heading: column}.
     """
@@ -275,9 +275,9 @@ class TaskData:
         pairs: () → (prompt, text) pairs that SFT teaches, the prompt a text or, with pictures, one of the
             rows; of episodes (prompt, text, observation, text, …); None if there are none.
         vocabulary: Of a new policy; None if there is none.
-        identity: What must be the same when a run is resumed or evaluated, beside the config.
+        identity: Values that must stay the same when a run is resumed or evaluated, besides the config.
         choices: The list of texts that may be written; None for any text.
-        invalid: What a completion earns in training that could not be read.
+        invalid: Rewards of an invalid completion in training.
     """
 
     prompts: PromptSet
@@ -294,7 +294,7 @@ class TaskData:
 
 
 class Task(Section):
-    """What a policy is to learn.
+    """A task of a policy.
 
     Attributes:
         config: Type of a run's config; its field `task` holds the task.

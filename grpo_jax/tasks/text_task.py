@@ -1,4 +1,4 @@
-"""The task of anyone's own rewards: what the policy writes is judged as it is."""
+"""The task for your own prompts and rewards; completions are judged as they are."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ class Text(Task):
     """Any Hugging Face folder, prompts from a file, rewards by import path."""
 
     environment: str = ""
-    """What answers the policy between its turns (sampling.turns), package.module:function or file.py:function:
-    step(rows, episodes) → an observation for each, its text alone, or None if it is done. Tools that data.tools
-    names answer by themselves."""
+    """Environment between turns (sampling.turns), package.module:function or file.py:function: step(rows, episodes) →
+    for each an observation, its text alone, or None at the end. data.tools need none."""
     pictures: bool = False
-    """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""
+    """The environment shows pictures: load the policy's vision tower."""
     seeds: PositiveCount = 1024
-    """Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for held-out
-    ones."""
+    """Number of prompts of a class of data.tools without data.prompts; a sixteenth as many are held out."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
@@ -65,7 +63,7 @@ class Text(Task):
         return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
 
     def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
-        """Load the prompts, each with what an object of its own says at the beginning, or ask that for prompts."""
+        """Load the prompts, each with its object's first text, or take the prompts from the objects."""
         given, source = setup.prompts, ""
         if given is None and setup.config.data.prompts:
             given = prompts_of(setup.config.data)

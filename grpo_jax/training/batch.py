@@ -16,6 +16,7 @@ import numpy as np
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import sum_rewards
 from grpo_jax.core.selection import without_truncated
+from grpo_jax.models.jitted import placed
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 from grpo_jax.sampling.sampler import Samples
@@ -114,7 +115,7 @@ class Batch(NamedTuple):
         prompt_mask: bool [P, L].
         tokens: i32 [P, G, T].
         mask: bool [P, G, T], tokens the policy wrote and learns from, EOS included.
-        advantages: f32 [P, G], or [P, G, T] under PPO; None if they wait for the values.
+        advantages: f32 [P, G], or [P, G, T] by token; None if they wait for the values or a teacher.
         scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
         old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that
             sampled unless that was done ahead; None with one update per batch.
@@ -129,6 +130,7 @@ class Batch(NamedTuple):
             [P, G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
         present: bool [P, G, T], all tokens that are read: of an episode also the observations. None for `mask`.
         turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
+        kept: i32 [P, G, T, K], the tokens that log-probabilities are renormalised over, -1 for none; or None for all.
     """
 
     prompt_tokens: jax.Array
@@ -148,6 +150,7 @@ class Batch(NamedTuple):
     pictures: Mapping[str, Pictures | PictureStates] = {}
     present: jax.Array | None = None
     turn: jax.Array | None = None
+    kept: jax.Array | None = None
 
     @property
     def exists(self) -> jax.Array:
@@ -156,7 +159,7 @@ class Batch(NamedTuple):
 
     def read_by_policy(self) -> Batch:
         """Keep only the fields that a forward pass reads."""
-        read = ("prompt_tokens", "prompt_mask", "tokens", "mask", "packing", "pictures", "present")
+        read = ("prompt_tokens", "prompt_mask", "tokens", "mask", "packing", "pictures", "present", "kept")
         return Batch(**{name: getattr(self, name) for name in read})
 
 
@@ -210,12 +213,18 @@ def make_batch(
     if samples.turn is not None:
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
         batch = batch._replace(present=present, turn=turn)
+    if samples.kept is not None:  # the distribution drawn from is the one that is trained
+        kept = np.moveaxis(trimmed(np.moveaxis(samples.kept, -1, 0), read), 0, -1)
+        kept, drawn = jax.device_put((kept, sampler_logprobs), device)
+        batch = batch._replace(kept=kept, rollout_logprobs=drawn)
     if algorithm.importance_cap:
         batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
     if algorithm.learns_values:
         # A completion without a reward says nothing about its tokens: it takes no part.
         scores = sum_rewards(rewards, weights=objectives.weights)
         batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
+    elif algorithm.advantage == "opd":
+        pass  # they come with the teacher's log-probabilities
     elif objectives.returns is not None and batch.turn is not None:
         returns = objectives.returns
         if algorithm.zero_variance_groups != "keep":
@@ -226,7 +235,8 @@ def make_batch(
         batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
-    if "observations" not in shown:  # among pictures a row holds one completion
+    # Among pictures a row holds one completion, and the tokens kept are those of a completion's own places.
+    if "observations" not in shown and batch.kept is None:
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
     cut = (trimmed(array, prompts[1], left=True, worth=read * _WORTH) for array in prompts)
@@ -241,6 +251,11 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
     prompts = batch.tokens.shape[0]
     order = jax.random.permutation(key, prompts).reshape(count, prompts // count)
     return [jax.tree.map(lambda array, rows=rows: array[rows], batch) for rows in order]
+
+
+def minibatch_shapes(batch: Batch, count: int) -> Batch:
+    """Return the shapes of a minibatch, of arrays or their shapes."""
+    return batch if count == 1 else jax.tree.map(lambda x: placed(x, x.sharding, len(x) // count), batch)
 
 
 def micro_batches(batch: Batch, parts: int) -> Batch:

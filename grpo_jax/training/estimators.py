@@ -20,11 +20,13 @@ from grpo_jax.core.advantages import (
     group_advantages,
     groups_without_signal,
     leave_one_out_advantages,
+    maxrl_advantages,
     raft_advantages,
     sum_rewards,
 )
 from grpo_jax.core.returns import last_turn, overlong_penalty, turn_advantages, turn_returns
 from grpo_jax.core.selection import groups_with_signal
+from grpo_jax.errors import StopRun
 
 OVERLONG = "overlong"
 """Name of the soft length penalty's objective."""
@@ -124,6 +126,17 @@ def total_rewards(objectives: Objectives) -> np.ndarray:
     return np.where(np.isnan(total), sum_rewards(objectives.rewards, weights=objectives.weights), total)
 
 
+def require_binary(objectives: Objectives) -> None:
+    """Raise StopRun for a weighted sum of rewards that is neither 0 nor 1 (nor missing), which MaxRL needs."""
+    total = total_rewards(objectives)
+    other = total[~np.isnan(total) & (total != 0) & (total != 1)]
+    if other.size:
+        raise StopRun(
+            f"algorithm.advantage 'maxrl' needs a sum of rewards of 0 or 1, got {other[0]:g}: return 0 or 1, or take "
+            "another advantage"
+        )
+
+
 @partial(jax.jit, static_argnames=("weights", "section"))
 def groups_that_vary(rewards: jax.Array, weights: tuple[float, ...], section: AlgorithmSection) -> jax.Array:
     """bool [P], groups whose rewards vary: under GDPO in any objective, else in their sum."""
@@ -155,6 +168,8 @@ def estimate_advantages(
         return leave_one_out_advantages(summed)
     if section.advantage == "raft":
         return raft_advantages(summed)
+    if section.advantage == "maxrl":
+        return maxrl_advantages(summed)
     if section.advantage == "batch":
         return batch_whitened_advantages(summed, eps=section.advantage_eps)
     scale = section.scale or losses.PRESET_SCALES[section.preset]

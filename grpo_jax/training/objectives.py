@@ -22,7 +22,9 @@ from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
 from grpo_jax.core.ppo import value_loss
 from grpo_jax.core.returns import gae_advantages, kl_penalised_rewards
+from grpo_jax.core.selection import off_policy_mask
 from grpo_jax.core.trie import Trie, walk
+from grpo_jax.models.jitted import Jitted
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, token_values
 from grpo_jax.models.vision.pictures import Pictures
@@ -54,7 +56,7 @@ def make_forward(
     """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one, or their
-    form, in its place.
+    form, in its place. A batch with `kept` tokens has the distribution over those.
     """
 
     allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
@@ -68,13 +70,14 @@ def make_forward(
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **pictures)
         nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
+        kept = allowed if batch.kept is None else {"allowed_tokens": (None, batch.kept)}
         logprobs, entropy = policy.token_logprobs(
             variables,
             hidden,
             rows[0],
             nodes=nodes,
             temperature=temperature,
-            **allowed,
+            **kept,
         )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         whole = Forward(logprobs, entropy, values)
@@ -102,12 +105,19 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     return options
 
 
-def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PPOSection | None = None) -> Objective:
+def make_policy_objective(
+    forward: ForwardPass,
+    options: dict[str, Any],
+    ppo: PPOSection | None = None,
+    *,
+    off_policy_threshold: float | None = None,
+) -> Objective:
     """Make the policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`.
 
     Without old log-probabilities the policy is its own old one. Metrics are "policy" and, where the batch has the
     sampler's log-probabilities, "sampler_gap": the mean over tokens of |log π_old - log π_sampler|, the same policy as
-    trainer and sampler compute it. With `ppo` advantages are by token, and
+    trainer and sampler compute it. With an `off_policy_threshold` also "off_policy_masked", the share of tokens that
+    `off_policy_mask` leaves out. With `ppo` advantages are by token, and
 
         loss = policy loss + value_coef · value loss (mean over tokens)
 
@@ -120,18 +130,24 @@ def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PP
     ) -> tuple[jax.Array, Metrics]:
         passed = forward(variables, batch)
         old = jax.lax.stop_gradient(passed.logprobs) if batch.old_logprobs is None else batch.old_logprobs
-        loss, policy_metrics = losses.grpo_loss(
+        advantages, weights = required("advantages", batch.advantages), batch.token_weights
+        metrics: Metrics = {}
+        if off_policy_threshold is not None:
+            drawn = required("rollout_logprobs", batch.rollout_logprobs)
+            kept = off_policy_mask(passed.logprobs, drawn, advantages, batch.mask, threshold=off_policy_threshold)
+            weights = kept if weights is None else weights * kept
+            metrics["off_policy_masked"] = Mean(jnp.sum(select(batch.mask, ~kept)), count(batch.mask))
+        loss, metrics["policy"] = losses.grpo_loss(
             passed.logprobs,
             old,
-            required("advantages", batch.advantages),
+            advantages,
             batch.mask,
             normaliser=normaliser,
             ref_logprobs=batch.ref_logprobs,
             entropy=passed.entropy,
-            token_weights=batch.token_weights,
+            token_weights=weights,
             **{**options, **adapted},
         )
-        metrics: Metrics = {"policy": policy_metrics}
         if batch.rollout_logprobs is not None:
             gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
             metrics["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
@@ -199,7 +215,7 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         )
         return batch._replace(advantages=advantages, scores=None, old_values=values, returns=returns), estimates
 
-    return jax.jit(estimate)
+    return Jitted(estimate)
 
 
 def _explained_variance(error: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:

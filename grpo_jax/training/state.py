@@ -9,6 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PPOSection
 from grpo_jax.core.losses import EntropyControl
@@ -82,17 +83,33 @@ def decayed(weights: Variables) -> Variables:
 
 
 def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip; float32 throughout.
+    """AdamW or Muon behind a global-norm clip; float32 throughout.
 
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  w' = w - rate · (m̂ / (√v̂ + ε) + weight_decay · w)
 
-    with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
+    with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101. Muon moves
+    those by their momentum made orthogonal, each layer's matrix by itself, and scaled to AdamW's step
+    (https://arxiv.org/abs/2502.16982), so that a learning rate means the same.
     """
 
-    adamw = optax.adamw(schedule, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
+    optimizer = optax.adamw(schedule, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
+    if section.name == "muon":
+        optimizer = optax.contrib.muon(
+            schedule,
+            weight_decay=section.weight_decay,
+            adam_b2=section.beta2,
+            muon_weight_dimension_numbers=_matrices,
+            consistent_rms=0.2,
+        )
     if section.max_grad_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), optimizer)
+
+
+def _matrices(weights: Variables) -> PyTree:
+    """Muon's axes of the weights that decay, [.., in, out]; None for the others."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    return jax.tree.map(lambda decays: axes if decays else None, decayed(weights))
 
 
 def policy_collection(variables: Variables) -> str:
@@ -113,7 +130,9 @@ def trained_weights(variables: Variables) -> Variables:
 
 def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
     """Return whether there is a KL against a reference: in the loss, or in PPO's rewards."""
-    return algorithm.kl_coef > 0 or (algorithm.learns_values and ppo.kl_coef > 0)
+    if algorithm.teacher:  # it stands for the reference, and is no part of the state
+        return False
+    return algorithm.kl_coef > 0 or algorithm.advantage == "opd" or (algorithm.learns_values and ppo.kl_coef > 0)
 
 
 def init_state(
@@ -162,7 +181,7 @@ def saved_parts(state: TrainState) -> dict[str, PyTree]:
 def free_buffers(tree: PyTree) -> None:
     """Free a tree's arrays, whoever else refers to them. Shapes, dtypes and places stay; tracers hold no memory."""
     for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.delete()
 
 

@@ -14,15 +14,17 @@ import optax
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.core.advantages import distillation_advantages
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
-from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.trie import Trie
+from grpo_jax.models.jitted import Jitted, placed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
 from grpo_jax.models.variables import PyTree, Variables
-from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
+from grpo_jax.training.batch import Batch, micro_batches, minibatch_shapes, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
     ForwardPass,
@@ -59,7 +61,7 @@ def make_train_step(
     grad_accumulation_steps: int = 1,
     adapt: Callable[[EntropyControl, jax.Array], EntropyControl] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Make one optimizer update as one compiled function; what it changes is donated.
+    """Make one optimizer update as one compiled function; changed arrays are donated.
 
     An update whose loss or gradient is not finite is left out and counted (`skipped`): weights, moments and counts
     stay. optax.apply_if_finite would let it through after a few.
@@ -95,14 +97,14 @@ def make_train_step(
             report["entropy_coef"] = after.entropy_control.coef
         return after, report
 
-    compiled = jax.jit(compute, donate_argnums=0)
+    compiled = Jitted(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # What no update changes stays outside what is donated: it may be shared, and is never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
         before = state._replace(variables=trained, reference=None, rollout_weights=None)
-        after, report = compiled(before, frozen, batch)
+        after, report = compiled.ready(before, frozen, batch)(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
         free_buffers(before)
         unchanged = {"reference": state.reference, "rollout_weights": state.rollout_weights}
@@ -137,7 +139,7 @@ def make_forward_step(
         parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, grad_accumulation_steps))
         return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
-    compiled = jax.jit(step)
+    compiled = Jitted(step)
     # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
@@ -145,10 +147,10 @@ def make_forward_step(
 def make_token_weights(
     section: AlgorithmSection,
 ) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap.
+    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap or masked.
 
     The latter two are over tokens, and of the importance weights alone. The weights are a product: 1 for the tokens
-    of high entropy and 0 for the others, times the truncated importance weight between the policy before its first
+    of high entropy and 0 for the others, times the importance weight between the policy before its first
     update with the batch and the one that sampled it. Both are of the whole batch: however an update splits it, the
     same tokens take part.
     """
@@ -157,25 +159,27 @@ def make_token_weights(
     def weigh(batch: Batch, entropy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         weights = jnp.ones_like(entropy)
         if cap:
-            weights *= truncated_importance_weights(
+            weights *= importance_weights(
                 required("old_logprobs", batch.old_logprobs),
                 required("sampler_logprobs", batch.sampler_logprobs),
                 batch.mask,
                 cap=cap,
+                mode=section.importance_mode,
             )
         mean = masked_mean(weights, batch.mask)
-        clipped = masked_mean((weights >= (cap or jnp.inf)).astype(jnp.float32), batch.mask)
+        outside = (weights >= (cap or jnp.inf)) | (weights == 0)
+        clipped = masked_mean(outside.astype(jnp.float32), batch.mask)
         if section.entropy_share < 1:
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
         return weights, mean, clipped
 
-    return jax.jit(weigh)
+    return Jitted(weigh)
 
 
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
     """Whether old log-probabilities are computed before a batch's first update: with one update they are the new."""
     several = training.inner_epochs * training.minibatches > 1
-    return several or _has_token_weights(algorithm) or algorithm.learns_values
+    return several or _has_token_weights(algorithm) or algorithm.advantage in ("gae", "opd")
 
 
 def _has_token_weights(algorithm: AlgorithmSection) -> bool:
@@ -187,6 +191,7 @@ def make_preparation(
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
     """Make prepare(state, batch) → (batch, measured): all that is computed once before a batch's first update.
 
+    A batch has the reference's log-probabilities already where a teacher stands for it (`runs.policy.load_teacher`).
     That is, where needed, the old policy's log-probabilities (with one update per batch they are the new ones, unless
     something is made of them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy
     before its first update with the batch, also where an older one has sampled: the importance weights cover that
@@ -199,7 +204,7 @@ def make_preparation(
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
         measured: Metrics = {}
-        if needs_reference(algorithm, ppo):
+        if batch.ref_logprobs is None and needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
         sampled = batch.rollout_logprobs if ahead and not algorithm.importance_cap else None
         if not needs_old_logprobs(algorithm, training):
@@ -213,6 +218,9 @@ def make_preparation(
                 if ahead:
                     measured["importance_clipped"] = clipped
             batch = batch._replace(token_weights=weights, sampler_logprobs=None)
+        if algorithm.advantage == "opd":
+            teacher = required("ref_logprobs", batch.ref_logprobs)
+            batch = batch._replace(advantages=distillation_advantages(teacher, old.logprobs, batch.mask))
         if algorithm.learns_values:
             batch, measured["estimates"] = estimate(batch, required("values", old.values))
         return batch, measured
@@ -231,7 +239,12 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
-    objective = make_policy_objective(forward, options, ppo if algorithm.learns_values else None)
+    objective = make_policy_objective(
+        forward,
+        options,
+        ppo if algorithm.learns_values else None,
+        off_policy_threshold=algorithm.off_policy_mask_threshold,
+    )
     return make_train_step(
         objective,
         optimizer,
@@ -257,9 +270,10 @@ def make_update(
     max_new_tokens: int,
     ppo: PPOSection = PPOSection(),
     **distribution: Any,
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]:
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
+    Of a state's shapes, without a key, it only compiles.
     `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
     "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, "measured"
     (`make_preparation`), and "advantages" [P, G] or [P, G, T].
@@ -268,8 +282,10 @@ def make_update(
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare = make_preparation(forward, algorithm, ppo, training)
 
-    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, key: jax.Array | None) -> tuple[TrainState, Metrics]:
         batch, measured = prepare(state, batch)
+        if key is None:
+            return step(state, minibatch_shapes(batch, training.minibatches))
         reports = []
         for epoch in range(training.inner_epochs):
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
@@ -298,7 +314,7 @@ class Learner:
     policy: Policy
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
-    update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
+    update: Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]
 
     @property
     def updates_per_iteration(self) -> int:
@@ -310,6 +326,15 @@ class Learner:
 
         If they are not the reference, `variables` can be read until the first update only.
         """
+        state = commit_to_device(shard(self._fresh(variables), self.policy.mesh))
+        return state._replace(rollout_weights=rollout_copy(state)) if self.config.training.async_level else state
+
+    def shapes(self, variables: Variables) -> TrainState:
+        """Return the shapes of the initial state on one device, without the weights that sample ahead."""
+        place = jax.tree.leaves(variables)[0].sharding
+        return jax.tree.map(lambda leaf: placed(leaf, place), jax.eval_shape(self._fresh, variables))
+
+    def _fresh(self, variables: Variables) -> TrainState:
         config, every = self.config, self.config.algorithm.update_ref_every
         state = init_state(
             variables,
@@ -323,8 +348,7 @@ class Learner:
         if config.algorithm.entropy_target is not None:
             start = EntropyControl(jnp.float32(config.algorithm.entropy_coef), jnp.float32(0))
             state = state._replace(entropy_control=start)
-        state = commit_to_device(shard(state, self.policy.mesh))
-        return state._replace(rollout_weights=rollout_copy(state)) if config.training.async_level else state
+        return state
 
     def learning_rate(self, state: TrainState) -> float:
         """Return that of the next update, by the updates that were made: a skipped one is not counted."""

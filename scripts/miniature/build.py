@@ -24,7 +24,7 @@ import numpy as np
 from bridges import miniature
 from bridges.miniature import scenes, world
 from grpo_jax.errors import UserError, run_cli
-from scripts.miniature import drawing
+from scripts.miniature import drawing, speech, speech_scenes
 
 WEIGHTS = Path(miniature.__file__).parent / "weights"
 _PROMPTS, _RENDER_STEPS, _SEED = 256, 4, 11
@@ -65,7 +65,7 @@ def greedy_rewrites(folder: Path, prompts: list[str]) -> list[str]:
 def _checker_figures(count: int) -> dict[str, float]:
     """How well the checker reads true pictures, by attribute."""
     rng = np.random.default_rng(_SEED)
-    rows = world.sample_indices(rng, count)
+    rows = speech.sample_indices(rng, count)
     right = world.read(drawing.draw(rows, rng)) == rows
     figures = dict(zip(world.ATTRIBUTES, right.mean(0).round(4).tolist(), strict=True))
     return {"all": round(float(right.mean()), 4), **figures}
@@ -92,7 +92,7 @@ def _scene_figures(folder: Path, prompts: int) -> dict:
     from scripts.miniature.train_scorer_scenes import fill_in
 
     renderer = StableDiffusion3(path=str(folder / "renderer_scenes"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
-    rows, rng = scenes.prompts("test", prompts, _SEED), np.random.default_rng(_SEED)
+    rows, rng = speech_scenes.prompts("test", prompts, _SEED), np.random.default_rng(_SEED)
     asked = [row["prompt"] for row in rows]
     texts = {
         "unchanged": asked,
@@ -134,8 +134,8 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
     def draw(texts: list[str]) -> torch.Tensor:
         return renderer.draw(texts, list(range(len(texts))), evaluation=False)
 
-    rows = world.prompts("test", prompts, seed=_SEED)
-    true = np.stack([drawing.indices(world.complete(row["requested"])) for row in rows])
+    rows = speech.prompts("test", prompts, seed=_SEED)
+    true = np.stack([drawing.indices(speech.complete(row["requested"])) for row in rows])
     start = time.perf_counter()
     draw([row["oracle"] for row in rows])
     speed = len(rows) / (time.perf_counter() - start)

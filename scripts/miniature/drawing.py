@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bridges.miniature import scenes, world
+from scripts.miniature import speech
 
 _FAR = 8.0
 _CENTRES = {
@@ -22,7 +23,7 @@ _CENTRES = {
 """Where the objects of a layout stand, x to the right and y down from the middle; the first is the one named first."""
 
 
-def indices(scene: world.Scene) -> np.ndarray:
+def indices(scene: speech.Scene) -> np.ndarray:
     """The attributes as positions in `world.VALUES`: i64[6]."""
     return np.array([world.VALUES[name].index(getattr(scene, name)) for name in world.ATTRIBUTES])
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bridges.miniature import world
-from scripts.miniature import drawing
+from scripts.miniature import drawing, speech
 
 RECREATE = "draw this again"
 """The prompt that goes with a picture whose words are asked for."""
@@ -86,7 +86,7 @@ def beliefs(rng: np.random.Generator, rates: Rates) -> Beliefs:
 
 def sight(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """A picture of any scene, f32 [3, 32, 32], half of them behind a lens, and what it shows, a row."""
-    words = asdict(world.sample_scene(rng))
+    words = asdict(speech.sample_scene(rng))
     if rng.random() < 0.5:
         return _picture(rng, words), _row(words)
     glass = world.lens_of(int(rng.integers(2**63)))
@@ -96,7 +96,7 @@ def sight(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 def recreate(rng: np.random.Generator, rates: Rates, told: Beliefs) -> list[Turn]:
     """A picture, and what it is said to show."""
-    shown = asdict(world.sample_scene(rng, rates.split))
+    shown = asdict(speech.sample_scene(rng, rates.split))
     words = {}
     for name, value in shown.items():
         if rng.random() < rates.kept:
@@ -107,8 +107,8 @@ def recreate(rng: np.random.Generator, rates: Rates, told: Beliefs) -> list[Turn
 
 def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:
     """A request, a prompt for it, the picture that came out, and a second prompt."""
-    request, requested = world.casual_prompt(rng, world.sample_scene(rng, rates.split))
-    meant = asdict(world.complete(requested))
+    request, requested = speech.casual_prompt(rng, speech.sample_scene(rng, rates.split))
+    meant = asdict(speech.complete(requested))
     glass = world.lens_of(int(rng.integers(2**63)))
     undone = _undone(meant, glass)
     first, second = {}, {}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bridges.miniature import world
-from scripts.miniature import lessons
+from scripts.miniature import lessons, speech
 
 Conversation = list[tuple[str, np.ndarray | None, str]]
 """(what is said, the picture f32 [3, H, W] in [0, 1] that is shown or None, what was answered) of each turn."""
@@ -59,7 +59,7 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
         draw: The renderer: texts → pictures.
     """
     write = load_writer(folder)
-    rows = world.prompts("test", prompts, seed)
+    rows = speech.prompts("test", prompts, seed)
     lenses = [world.lens_of(seed + place) for place in range(len(rows))]
 
     def out(texts: list[str]) -> np.ndarray:

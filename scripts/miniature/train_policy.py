@@ -29,7 +29,7 @@ from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_train_step
-from scripts.miniature import lessons, vocabulary
+from scripts.miniature import lessons, speech, vocabulary
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
 CHAT_TEMPLATE = (
@@ -106,9 +106,9 @@ def meaning(rng: np.random.Generator, values: tuple[str, ...], word: str, right:
 
 def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
     """One training pair: a casual prompt of the training split and a half-right, often incomplete caption."""
-    scene = world.sample_scene(rng, "train")
-    requested = {k: getattr(scene, k) for k in world.ATTRIBUTES if k in world.ALWAYS_REQUESTED or rng.random() < 0.75}
-    words = {k: world.SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
+    scene = speech.sample_scene(rng, "train")
+    requested = {k: getattr(scene, k) for k in world.ATTRIBUTES if k in speech.ALWAYS_REQUESTED or rng.random() < 0.75}
+    words = {k: speech.SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
     said = {}
     for name in world.ATTRIBUTES:
         keep = KEPT[name] if name in requested else 0.5 * KEPT[name]
@@ -119,13 +119,13 @@ def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
                 if name in requested
                 else str(rng.choice(values))
             )
-    return world.phrase(rng, words), lessons.caption_of(said)
+    return speech.phrase(rng, words), lessons.caption_of(said)
 
 
 def make_lesson(rng: np.random.Generator) -> Callable[[], tuple[str, str]]:
     """Return what gives lessons of the first world."""
     names = ("shape", "colour", "size", "position", "sharpness")
-    wrong = beliefs(rng, (world.VALUES[name] for name in names), world.SYNONYMS)
+    wrong = beliefs(rng, (world.VALUES[name] for name in names), speech.SYNONYMS)
     return lambda: lesson(rng, wrong)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bridges.miniature import scenes
-from scripts.miniature import train_policy, vocabulary
+from scripts.miniature import speech_scenes, train_policy, vocabulary
 from scripts.miniature.train_policy import beliefs, meaning
 
 _KEPT, _ADDED = 0.9, 0.75
@@ -18,19 +18,21 @@ _KEPT, _ADDED = 0.9, 0.75
 def make_lesson(rng: np.random.Generator) -> Callable[[], tuple[str, str]]:
     """Return what gives lessons: a casual prompt of the training split, and a half-right, often incomplete caption."""
     groups = (scenes.SHAPES, scenes.COLOURS, scenes.NUMBERS, scenes.PLACES)
-    right = {word: value for value, words in scenes.SYNONYMS.items() for word in words}
-    right |= {scenes.plural(word): right[word] for shape in scenes.SHAPES for word in scenes.SYNONYMS[shape]}
-    synonyms = {value: tuple(word for word in right if right[word] == value) for value in scenes.SYNONYMS}
+    right = {word: value for value, words in speech_scenes.SYNONYMS.items() for word in words}
+    right |= {
+        speech_scenes.plural(word): right[word] for shape in scenes.SHAPES for word in speech_scenes.SYNONYMS[shape]
+    }
+    synonyms = {value: tuple(word for word in right if right[word] == value) for value in speech_scenes.SYNONYMS}
     wrong = beliefs(rng, groups, synonyms)
     values = {value: group for group in groups for value in group}
 
     def lesson() -> tuple[str, str]:
         split = None
         while split != "train":
-            text, requested, split = scenes.casual_prompt(rng, str(rng.choice(scenes.KINDS)))
+            text, requested, split = speech_scenes.casual_prompt(rng, str(rng.choice(scenes.KINDS)))
         said = [word for word in text.split() if word in right]
         parts = []
-        for word in scenes.canonical_caption(requested).split():  # both languages have the same order
+        for word in speech_scenes.canonical_caption(requested).split():  # both languages have the same order
             if word == "a":
                 parts.append(word)
                 continue

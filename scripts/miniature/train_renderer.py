@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from bridges.miniature import world
-from scripts.miniature import drawing, vocabulary
+from scripts.miniature import drawing, speech, vocabulary
 from scripts.miniature.identity_vae import identity_vae
 from scripts.miniature.vocabulary import WINDOW
 
@@ -101,8 +101,8 @@ class Subject(NamedTuple):
 
 SINGLE = Subject(
     vocabulary.world_words(),
-    lambda row: world.canonical_caption(world.scene_of(row)),
-    world.sample_indices,
+    lambda row: speech.canonical_caption(speech.scene_of(row)),
+    speech.sample_indices,
     drawing.draw,
     lambda pictures, rows: world.read(pictures) == rows,
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from bridges import miniature
 from bridges.miniature import scenes
-from scripts.miniature import drawing, train_renderer, vocabulary
+from scripts.miniature import drawing, speech_scenes, train_renderer, vocabulary
 
 
 def _found(pictures: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -19,7 +19,7 @@ def _found(pictures: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 SCENES = train_renderer.Subject(
     vocabulary.scene_words(),
-    lambda row: scenes.canonical_caption(drawing.request_of(row)),
+    lambda row: speech_scenes.canonical_caption(drawing.request_of(row)),
     drawing.sample_scenes,
     drawing.draw_scenes,
     _found,

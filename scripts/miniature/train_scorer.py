@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTokenizer
 
 from bridges.miniature import world
-from scripts.miniature import drawing
+from scripts.miniature import drawing, speech
 from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
 
 _MEAN, _STD = 0.5, 0.3
@@ -48,7 +48,7 @@ def model_config(vocab_size: int, *, seeing: int = 24, reading: int = 128, layer
 
 def _scenes(rng: np.random.Generator, size: int) -> np.ndarray:
     """Scenes [2 · size, 6]: the second half differs from the first in one to three attributes."""
-    rows = world.sample_indices(rng, size)
+    rows = speech.sample_indices(rng, size)
     variants = rows.copy()
     for i in range(size):
         changes = rng.permutation(6)[: rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15])]
@@ -59,21 +59,21 @@ def _scenes(rng: np.random.Generator, size: int) -> np.ndarray:
     return np.concatenate([rows, variants])
 
 
-def caption(rng: np.random.Generator, scene: world.Scene) -> tuple[str, np.ndarray]:
+def caption(rng: np.random.Generator, scene: speech.Scene) -> tuple[str, np.ndarray]:
     """A caption in one of the ways people and policies write, and which attributes it asks for, bool[6]."""
     kind = rng.random()
     if kind < 0.6:
-        text, requested = world.casual_prompt(rng, scene, keep=rng.choice([0.5, 0.75, 1.0]))
+        text, requested = speech.casual_prompt(rng, scene, keep=rng.choice([0.5, 0.75, 1.0]))
         return text, np.array([name in requested for name in world.ATTRIBUTES])
     if kind < 0.75:
-        return world.canonical_caption(scene), np.ones(6, bool)
+        return speech.canonical_caption(scene), np.ones(6, bool)
     keep = rng.random(6) < 0.8
     keep[rng.integers(6)] = True
     names = [name for name, kept in zip(world.ATTRIBUTES, keep, strict=True) if kept]
     words = {name: getattr(scene, name) for name in names}
-    mixed = {k: rng.choice([v, *world.SYNONYMS[v]]) for k, v in words.items()}
+    mixed = {k: rng.choice([v, *speech.SYNONYMS[v]]) for k, v in words.items()}
     if kind < 0.9:
-        return world.phrase(rng, mixed), keep
+        return speech.phrase(rng, mixed), keep
     # The canonical form with gaps or foreign words, as an unfinished policy writes it.
     parts = [part.format(**mixed) for name, part in _CANONICAL_PARTS.items() if name in mixed]
     return " ".join(["a", *parts]), keep
@@ -145,8 +145,8 @@ def save(model: CLIP, config: dict, tokenizer: CLIPTokenizer, folder: Path) -> N
 def score_by_wrong(image_text: Callable[[torch.Tensor, list[str]], torch.Tensor], count: int = 300) -> list[float]:
     """The mean score of true pictures that lack 0, 1, … 6 attributes of a complete casual prompt."""
     rng = np.random.default_rng(7)
-    rows = world.sample_indices(rng, count)
-    texts = [world.casual_prompt(rng, world.scene_of(row), keep=1.0)[0] for row in rows]
+    rows = speech.sample_indices(rng, count)
+    texts = [speech.casual_prompt(rng, speech.scene_of(row), keep=1.0)[0] for row in rows]
     means = []
     for wrong in range(7):
         changed = np.array([_change(rng, row, rng.permutation(6)[:wrong]) for row in rows])
@@ -177,8 +177,8 @@ def report(model: CLIP) -> None:
 
     print("  score by wrong attributes", np.round(score_by_wrong(image_text), 2), flush=True)
     rng = np.random.default_rng(8)
-    rows = world.sample_indices(rng, 300)
-    texts = [world.casual_prompt(rng, world.scene_of(row), keep=1.0)[0] for row in rows]
+    rows = speech.sample_indices(rng, 300)
+    texts = [speech.casual_prompt(rng, speech.scene_of(row), keep=1.0)[0] for row in rows]
     true = image_text(torch.from_numpy(drawing.draw(rows, rng)), texts)
     for k, name in enumerate(world.ATTRIBUTES):
         changed = np.array([_change(rng, row, np.array([k])) for row in rows])
@@ -212,9 +212,9 @@ def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0
         rate = learning_rate * min(1.0, step / 200) * (0.01 + 0.99 * np.cos(np.pi / 2 * step / horizon) ** 2)
         optimizer.param_groups[0]["lr"] = rate
         rows = _scenes(rng, half_batch)
-        scenes = [world.scene_of(row) for row in rows]
+        scenes = [speech.scene_of(row) for row in rows]
         texts, asked = zip(*(caption(rng, scene) for scene in scenes), strict=True)
-        rewrites = [world.canonical_caption(scene) for scene in scenes]
+        rewrites = [speech.canonical_caption(scene) for scene in scenes]
         wrong = torch.from_numpy(wrong_share(rows, rows, np.array(asked))).float()
         wrong_all = torch.from_numpy(wrong_share(rows, rows, np.ones((len(rows), 6), bool))).float()
         pictures = normalise(augment(torch.from_numpy(drawing.draw(rows, rng)), rng))

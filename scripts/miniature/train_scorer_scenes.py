@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridges.miniature import scenes
-from scripts.miniature import train_scorer, vocabulary
+from scripts.miniature import speech_scenes, train_scorer, vocabulary
 from scripts.miniature.drawing import draw_scenes, request_of
 from scripts.miniature.train_renderer import encode
 from scripts.miniature.train_scorer import BEST, SLOPE, augment, normalise, pair_losses
@@ -132,7 +132,7 @@ class Names(nn.Linear):
 def _batch(rng: np.random.Generator, half: int) -> tuple[np.ndarray, list[str], np.ndarray]:
     """Scenes [2 · half, 5], texts and what they ask for: requests with a scene each, and near misses of these."""
     texts, requests = zip(
-        *(scenes.casual_prompt(rng, str(rng.choice(scenes.KINDS)))[:2] for _ in range(half)), strict=True
+        *(speech_scenes.casual_prompt(rng, str(rng.choice(scenes.KINDS)))[:2] for _ in range(half)), strict=True
     )
     rows = [fill_in(rng, requested) for requested in requests]
     near = [vary(rng, row) for row in rows]
@@ -152,7 +152,7 @@ def report(model: CLIP, tokenizer) -> None:
     model.eval()
     rng = np.random.default_rng(8)
     for kind in scenes.KINDS:
-        asked = [scenes.casual_prompt(rng, kind) for _ in range(200)]
+        asked = [speech_scenes.casual_prompt(rng, kind) for _ in range(200)]
         rows = np.stack([fill_in(rng, requested) for _, requested, _ in asked])
         near = np.stack([vary(rng, row) for row in rows])
         wanted = np.stack([wanted_of(requested) for _, requested, _ in asked])
@@ -176,7 +176,7 @@ def _learn_to_read(model: CLIP, names: Names, tokenizer, rng: np.random.Generato
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _READING_RATE, total_steps=steps + 1, pct_start=0.1)
     for step in range(1, steps + 1):
         rows, texts, wanted = _batch(rng, 64)
-        captions = [scenes.canonical_caption(request_of(row)) for row in rows]
+        captions = [speech_scenes.canonical_caption(request_of(row)) for row in rows]
         with sdpa_kernel(SDPBackend.MATH):
             loss = _reading_loss(names, model.encode_text(encode(tokenizer, [*texts, *captions])), rows, wanted)
             optimizer.zero_grad()
@@ -212,7 +212,7 @@ def train(folder: Path, *, steps: int = 800, seed: int = 0, half_batch: int = 64
         optimizer.param_groups[0]["lr"] = rate
         rows, texts, wanted = _batch(rng, half_batch)
         shown = [request_of(row) for row in rows]
-        captions = [scenes.canonical_caption(requested) for requested in shown]
+        captions = [speech_scenes.canonical_caption(requested) for requested in shown]
         wrong = torch.from_numpy(wrong_share(rows, wanted)).float()
         wrong_all = torch.from_numpy(wrong_share(rows, np.stack([wanted_of(one) for one in shown]))).float()
         pictures = normalise(augment(torch.from_numpy(draw_scenes(rows, rng)), rng))

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 
 from bridges.miniature import scenes, world
+from scripts.miniature import speech, speech_scenes
 
 WINDOW = 16
 """Tokens of a caption, start and end included."""
@@ -19,18 +20,18 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 def canonical_words() -> set[str]:
     """Every word of the renderer's language."""
-    fixed = {word for word in world.CANONICAL_FORM.split() if not word.startswith("{")}
+    fixed = {word for word in speech.CANONICAL_FORM.split() if not word.startswith("{")}
     return fixed | {word for values in world.VALUES.values() for word in values}
 
 
 def casual_words() -> set[str]:
     """Every word of the casual grammar that says an attribute."""
-    return {word for pair in world.SYNONYMS.values() for word in pair}
+    return {word for pair in speech.SYNONYMS.values() for word in pair}
 
 
 def filler_words() -> set[str]:
     """Every other word of the casual grammar."""
-    phrases = (*world.OPENINGS, *world.POSITION_PHRASES, *world.BACKGROUND_PHRASES)
+    phrases = (*speech.OPENINGS, *speech.POSITION_PHRASES, *speech.BACKGROUND_PHRASES)
     return {word for text in phrases for word in text.split() if word != "{}"}
 
 
@@ -41,10 +42,10 @@ def world_words() -> set[str]:
 
 def scene_words() -> set[str]:
     """Every word of the world of `scenes`."""
-    nouns = {word for shape in scenes.SHAPES for word in scenes.SYNONYMS[shape]}
-    texts = (*scenes.OPENINGS, *scenes.JOINERS, *map(scenes.plural, nouns))
-    casual = {word for pair in scenes.SYNONYMS.values() for word in pair}
-    return {"a", *scenes.SYNONYMS, *casual, *(word for text in texts for word in text.split())}
+    nouns = {word for shape in scenes.SHAPES for word in speech_scenes.SYNONYMS[shape]}
+    texts = (*speech.OPENINGS, *speech_scenes.JOINERS, *map(speech_scenes.plural, nouns))
+    casual = {word for pair in speech_scenes.SYNONYMS.values() for word in pair}
+    return {"a", *speech_scenes.SYNONYMS, *casual, *(word for text in texts for word in text.split())}
 
 
 def _merges(words: list[str]) -> list[tuple[str, str]]:

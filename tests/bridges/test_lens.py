@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bridges.miniature import world
+from scripts.miniature import speech
 
 drawing = pytest.importorskip("scripts.miniature.drawing")
 
@@ -36,8 +37,8 @@ def test_a_seed_has_one_lens_and_all_lenses_are_as_likely():
 
 
 def test_the_checker_reads_what_a_lens_makes_of_a_scene():
-    rows = world.sample_indices(np.random.default_rng(0), 240)
-    some = [world.canonical_caption(world.scene_of(row)) for row in rows]
+    rows = speech.sample_indices(np.random.default_rng(0), 240)
+    some = [speech.canonical_caption(speech.scene_of(row)) for row in rows]
     lenses = [EVERY[i % 8] for i in range(240)]
     found = world.read(world.look(drawn(some), lenses))
     expected = rows_of([world.seen(caption, one) for caption, one in zip(some, lenses, strict=True)])
@@ -48,10 +49,10 @@ def test_the_checker_reads_what_a_lens_makes_of_a_scene():
 
 
 def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
-    rows = world.prompts("test", 64)
+    rows = speech.prompts("test", 64)
     lenses = [EVERY[i % 8] for i in range(64)]
     for row, one in zip(rows, lenses, strict=True):
-        assert row["oracle"] == world.canonical_caption(world.complete(row["requested"]))
+        assert row["oracle"] == speech.canonical_caption(speech.complete(row["requested"]))
         assert set(world.undone(row["oracle"], one).split()) <= CANONICAL
     told = [world.undone(row["oracle"], one) for row, one in zip(rows, lenses, strict=True)]
     out = world.look(drawn(told), lenses)

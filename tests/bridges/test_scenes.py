@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bridges.miniature import scenes
+from scripts.miniature import speech, speech_scenes
 
 vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
 drawing = pytest.importorskip("scripts.miniature.drawing")
@@ -13,7 +14,7 @@ def true_pictures(kind, count, noise):
     """Pictures that show what casual prompts of a kind ask for, all else by chance, and the requests."""
     fill_in = pytest.importorskip("scripts.miniature.train_scorer_scenes").fill_in
     rng = np.random.default_rng(3)
-    requests = [scenes.casual_prompt(rng, kind)[1] for _ in range(count)]
+    requests = [speech_scenes.casual_prompt(rng, kind)[1] for _ in range(count)]
     pictures = drawing.draw_scenes(np.stack([fill_in(rng, requested) for requested in requests]), rng)
     return np.clip(pictures + rng.normal(0, noise, pictures.shape), 0, 1), requests
 
@@ -51,31 +52,33 @@ def test_checker_sees_no_objects_where_there_are_none():
 
 
 def test_languages_share_no_word():
-    casual = {word for pair in scenes.SYNONYMS.values() for word in pair}
-    assert len(casual) == 2 * len(scenes.SYNONYMS) and not casual & scenes.SYNONYMS.keys()
-    for row in scenes.prompts("train", 300):
-        assert not set(row["prompt"].split()) & scenes.SYNONYMS.keys()
-        assert set(row["oracle"].split()) <= {"a", *scenes.SYNONYMS}
+    casual = {word for pair in speech_scenes.SYNONYMS.values() for word in pair}
+    assert len(casual) == 2 * len(speech_scenes.SYNONYMS) and not casual & speech_scenes.SYNONYMS.keys()
+    for row in speech_scenes.prompts("train", 300):
+        assert not set(row["prompt"].split()) & speech_scenes.SYNONYMS.keys()
+        assert set(row["oracle"].split()) <= {"a", *speech_scenes.SYNONYMS}
     tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
-    texts = [text for split in scenes.SPLITS for row in scenes.prompts(split, 200) for text in row["prompt"].split()]
-    assert all(len(tokenizer(word).input_ids) == 3 for word in {*texts, *scenes.SYNONYMS})
+    texts = [
+        text for split in speech.SPLITS for row in speech_scenes.prompts(split, 200) for text in row["prompt"].split()
+    ]
+    assert all(len(tokenizer(word).input_ids) == 3 for word in {*texts, *speech_scenes.SYNONYMS})
 
 
 def test_oracle_asks_for_what_is_requested():
     rows = drawing.sample_scenes(np.random.default_rng(0), 60_000)
-    every = {scenes.canonical_caption(drawing.request_of(row)): row for row in np.unique(rows, axis=0)}
-    for split in scenes.SPLITS:
-        for row in scenes.prompts(split, 60):
+    every = {speech_scenes.canonical_caption(drawing.request_of(row)): row for row in np.unique(rows, axis=0)}
+    for split in speech.SPLITS:
+        for row in speech_scenes.prompts(split, 60):
             assert scenes.pixel_accuracy(drawing.draw_scenes(every[row["oracle"]]), [row["requested"]]) == [1], row
 
 
 def test_no_combination_that_is_held_out_is_trained_on():
     combinations = {}
-    for split in scenes.SPLITS:
-        rows = scenes.prompts(split, 600)
+    for split in speech.SPLITS:
+        rows = speech_scenes.prompts(split, 600)
         assert [row["kind"] for row in rows[:12]] == [*scenes.KINDS] * 2
         words = {word for row in rows for word in row["oracle"].split()}
-        assert split != "train" or words == {"a", *scenes.SYNONYMS}
+        assert split != "train" or words == {"a", *speech_scenes.SYNONYMS}
         of = combinations[split] = {"pair": set(), "number": set(), "colour": set(), "text": set()}
         for row in rows:
             objects, kind = row["requested"]["objects"], row["kind"]

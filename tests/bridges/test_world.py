@@ -1,11 +1,13 @@
 """The miniature world by itself: what its checker reads, what its languages share, what is held out."""
 
 import dataclasses
+import gzip
 
 import numpy as np
 import pytest
 
 from bridges.miniature import world
+from scripts.miniature import speech, speech_scenes
 
 vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
 drawing = pytest.importorskip("scripts.miniature.drawing")
@@ -14,7 +16,7 @@ drawing = pytest.importorskip("scripts.miniature.drawing")
 @pytest.mark.parametrize(("count", "noise"), [(150, 0), (50, 0.03)])
 def test_checker_reads_true_pictures(count, noise):
     rng = np.random.default_rng(3)
-    rows = world.sample_indices(np.random.default_rng(0), count)
+    rows = speech.sample_indices(np.random.default_rng(0), count)
     pictures = np.clip(drawing.draw(rows, rng) + rng.normal(0, noise, (count, 3, 32, 32)), 0, 1)
     assert (world.read(pictures) == rows).mean(axis=0).min() >= 0.99
 
@@ -27,7 +29,7 @@ def test_checker_refuses_what_shows_no_shape():
 
 
 def test_pixel_accuracy_counts_requested_attributes_only():
-    scene = world.Scene("ring", "cyan", "small", "left", "black", "sharp")
+    scene = speech.Scene("ring", "cyan", "small", "left", "black", "sharp")
     pictures = drawing.draw(np.stack([drawing.indices(scene)] * 3))
     wanted = [
         {"shape": "ring", "colour": "cyan"},
@@ -41,25 +43,31 @@ def test_languages_share_no_attribute_word():
     values = {value for values in world.VALUES.values() for value in values}
     assert not vocabulary.casual_words() & vocabulary.canonical_words()
     assert not vocabulary.casual_words() & vocabulary.filler_words()
-    assert world.SYNONYMS.keys() == values and len(vocabulary.casual_words()) == 2 * len(values)
-    assert not any(set(row["prompt"].split()) & values for row in world.prompts("train", 300))
+    assert speech.SYNONYMS.keys() == values and len(vocabulary.casual_words()) == 2 * len(values)
+    assert not any(set(row["prompt"].split()) & values for row in speech.prompts("train", 300))
+
+
+@pytest.mark.parametrize(("name", "make"), [("world", speech.prompts), ("scenes", speech_scenes.prompts)])
+def test_shipped_requests_are_what_the_script_makes(name, make):
+    shipped = gzip.decompress((speech.FOLDER / f"{name}_prompts.jsonl.gz").read_bytes())
+    assert shipped.decode() == speech.lines(make)
 
 
 def test_oracle_says_everything_requested_in_canonical_words():
-    for row in world.prompts("test", 300):
+    for row in speech.prompts("test", 300):
         words = row["oracle"].split()
         assert set(words) <= vocabulary.canonical_words()
         assert all(word in words for word in row["requested"].values())
-        scene = world.complete(row["requested"])
-        assert row["oracle"] == world.canonical_caption(scene)
+        scene = speech.complete(row["requested"])
+        assert row["oracle"] == speech.canonical_caption(scene)
         assert {k: getattr(scene, k) for k in row["requested"]} == row["requested"]
-    assert world.complete({"shape": "star", "colour": "white"}).background == "black"
+    assert speech.complete({"shape": "star", "colour": "white"}).background == "black"
 
 
 def test_splits_share_no_shape_and_colour_but_every_word():
-    requests = {split: [row["requested"] for row in world.prompts(split, 600)] for split in world.SPLITS}
+    requests = {split: [row["requested"] for row in speech.prompts(split, 600)] for split in speech.SPLITS}
     pairs = {split: {(wanted["shape"], wanted["colour"]) for wanted in rows} for split, rows in requests.items()}
-    assert [len(pairs[split]) for split in world.SPLITS] == [30, 6, 12]
+    assert [len(pairs[split]) for split in speech.SPLITS] == [30, 6, 12]
     assert not pairs["train"] & pairs["test"] and not pairs["train"] & pairs["validation"]
     assert not pairs["validation"] & pairs["test"]
     assert {shape for shape, _ in pairs["train"]} == set(world.VALUES["shape"])
@@ -67,8 +75,8 @@ def test_splits_share_no_shape_and_colour_but_every_word():
 
 
 def test_prompts_are_distinct_and_depend_on_their_seed_alone():
-    rows = world.prompts("validation", 200, seed=5)
+    rows = speech.prompts("validation", 200, seed=5)
     assert len({row["prompt"] for row in rows}) == 200
-    assert rows == world.prompts("validation", 200, seed=5)
-    assert rows[:50] == world.prompts("validation", 50, seed=5)
-    assert rows != world.prompts("validation", 200, seed=6)
+    assert rows == speech.prompts("validation", 200, seed=5)
+    assert rows[:50] == speech.prompts("validation", 50, seed=5)
+    assert rows != speech.prompts("validation", 200, seed=6)

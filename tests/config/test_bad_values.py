@@ -25,6 +25,7 @@ TABLE = f"""
 --algorithm.clip_low=2 | algorithm.clip_low: expected a number <= 1, got '2'
 --ppo.gae_lambda=nan | ppo.gae_lambda: expected a finite number
 --training.max_steps=2.5 | training.max_steps: expected a whole number, got '2.5'
+--policy.matmul_precision=half | policy.matmul_precision: expected 'default', 'high', 'highest' or 'bfloat16', got
 --policy.lora.vision=2 | policy.lora.vision: expected true or false, got '2'
 --optimizer.learning_rate=fast | optimizer.learning_rate: expected a number, got 'fast'
 --policy.lora=3 | policy.lora: expected a mapping, got '3'
@@ -100,18 +101,19 @@ train | train: expected an option, such as --config FILE
 --policy.lora.vision=true | policy.lora.vision: expected false without adapters
 --policy.lora.rank=2 --policy.lora.vision=true --policy.vision=train | policy.vision: expected frozen beside policy.lora
 --sampling.group_size=1 | sampling.group_size: expected at least 2 (a group is compared), got 1
+--sampling.sampling_mask=keep | sampling.sampling_mask: expected none without a top_k, and with several turns
 --sampling.turns=2 --data.form=append | sampling.turns: expected 1 with data.form append, which continues the prompt
 --data.tools=[a.py:add] | sampling.turns: expected at least 2 with tools that are called
 --data.tools=[a.py:add] --sampling.turns=2 --task.environment=a.py:b | task.environment: expected nothing with data.too
 --task=prompt_enhancement --data.tools=[a.py:add] --sampling.turns=2 | data.tools: expected JSON schemas with this task
 --data.form=append '--data.tools=[{{type: function, function: {{name: sit}}}}]' | data.tools: expected nothing with form
 --data.chat_template_options.today=soon | chat_template_options.today: expected "YYYY-MM-DD", got 'soon'
---task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to fix what was drawn, got 1
+--task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to see its picture, got 1
 --task=environment --task.environment=[a.py:A] --data.prompts=a.jsonl | data.prompts: expected nothing
 --task=environment --task.environment=[a.py:A] --data.validation=a.jsonl | data.validation: expected nothing
 --task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
 --task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
---task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 finite numbers
+--task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 numbers
 --task=cartpole --algorithm.objectives=[upright,upright] | algorithm.objectives: expected one or more, each once
 --task=cartpole --algorithm.condition=5 | algorithm.condition: expected 0 without both objectives
 --task=cartpole --training.iterations=15 | training.iterations: expected a multiple of evaluation.every = 10, got 15
@@ -119,6 +121,10 @@ train | train: expected an option, such as --config FILE
 --algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'
 --algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with
 --algorithm.importance_cap=.5 | algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5
+--algorithm.teacher=folder | algorithm.teacher: expected none with advantage 'gdpo' and kl_coef 0, which do not read it
+--algorithm.advantage=opd --algorithm.teacher=a --algorithm.update_ref_every=1 | algorithm.update_ref_every: expected 0
+--algorithm.preset=drpo --algorithm.clip_high=.1 | algorithm.clip_high: expected null with preset 'drpo'
+--algorithm.advantage=maxrl --algorithm.overlong_buffer=2 | algorithm.overlong_buffer: expected 0 with advantage 'maxrl'
 --algorithm.preset=cispo --algorithm.clip_low=.1 | algorithm.clip_low: expected null with preset 'cispo'
 --algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128
 --training.minibatches=5 | training.prompts_per_batch: expected a multiple of minibatches x grad_accumulation_steps = 5

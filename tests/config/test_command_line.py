@@ -20,9 +20,10 @@ from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import MALLOC_SETTINGS, UserError
 from grpo_jax.tasks.text_task import Text
 
+MANAGED = ("GLIBC_TUNABLES", "PYTEST_CURRENT_TEST", "MALLOC_ARENA_MAX")
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
@@ -90,7 +91,7 @@ def test_without_a_config_it_is_the_tasks_default_or_the_run_that_is_resumed(tmp
     for form in (["--run_dir", str(tmp_path)], [f"--run_dir={tmp_path}"]):
         config = parse(["--resume", *form])
         assert config.seed == 11 and config.resume and config.run_dir == str(tmp_path)
-    with pytest.raises(UserError, match="--resume: say which run with --run_dir DIR"):
+    with pytest.raises(UserError, match="--resume: give the run's folder by --run_dir DIR"):
         parse(["--resume"])
 
 
@@ -170,7 +171,7 @@ def test_commands_reach_their_runs(tmp_path, capsys):
         line = capsys.readouterr().err
         assert gone in line and "no config.yaml" in line and not (tmp_path / "gone").exists()
     assert __main__.main(["resume"]) == 2
-    assert "resume: say which run, as in resume runs/my_run" in capsys.readouterr().err
+    assert "resume: give the run's folder, as in resume runs/my_run" in capsys.readouterr().err
     for words in ([], ["--help"]):
         assert __main__.main(words) == 0
         shown = capsys.readouterr().out
@@ -271,3 +272,28 @@ def test_zsh_completes_a_typed_line(shelf):
     assert zsh.wait() == 0
     given = re.findall(r"\ngiven: (.*?) *\r", shown.decode())
     assert given == ["train --algorithm.preset", "train --config questions.jsonl", "plan"]
+
+
+def test_training_starts_once_more_with_memory_settings_and_no_more(tmp_path):
+    """The same process, the same words and exit code; not where anybody chose settings, or manages the process."""
+    (tmp_path / "task.py").write_text(
+        "import os\nprint(os.getpid(), os.environ.get('GLIBC_TUNABLES'), flush=True)\n1 / 0"
+    )
+    words = ["train", "--task", f"{tmp_path / 'task.py'}:Task"]
+    bare = {name: value for name, value in os.environ.items() if name not in MANAGED}
+    own = "glibc.malloc.top_pad=1"
+    for module, given, expected in [
+        ("grpo_jax.train", {}, MALLOC_SETTINGS),
+        ("grpo_jax", {}, MALLOC_SETTINGS),
+        ("grpo_jax", {"GRPO_JAX_KEEP_ENV": "1"}, None),
+        ("grpo_jax", {"GLIBC_TUNABLES": own}, own),
+        ("grpo_jax", {"TORCHELASTIC_RUN_ID": "1"}, None),
+    ]:
+        command = [sys.executable, "-m", module, *(words if module == "grpo_jax" else words[1:])]
+        with subprocess.Popen(
+            command, env=bare | given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            out, err = process.communicate(timeout=60)
+        assert out.splitlines() == [f"{process.pid} {expected}"]
+        assert process.returncode == 2 and "ZeroDivisionError" in err
+    assert f'"{MALLOC_SETTINGS}"' in (ROOT / "Makefile").read_text()

@@ -1,4 +1,4 @@
-"""Advantages against slow NumPy loops, and the tutorial's worked examples."""
+"""Advantages against slow NumPy loops."""
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from oracles.oracle import policy_batch
 
-from grpo_jax.core.losses import PRESETS, EntropyControl, adapt_entropy_coef
+from grpo_jax.core.advantages import distillation_advantages, maxrl_advantages
+from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.core.losses import PRESETS, EntropyControl, adapt_entropy_coef, grpo_loss
+from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
 
 
 def test_adaptive_entropy_coefficient_is_trls(x64):
@@ -42,3 +45,75 @@ def test_adaptive_entropy_coefficient_is_trls(x64):
         np.testing.assert_allclose(control.coef, theirs.entropy_coef, atol=1e-12)
         moved.append(float(control.coef))
     assert min(moved) == 0 and max(moved) == 1 and len(set(np.round(moved, 6))) > 4
+
+
+def test_maxrl_is_the_loop(x64):
+    """Right answers of group p: none, one, some with two rewards missing, all."""
+    missing = np.nan
+    rewards = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, missing, missing], [1, 1, 1, 1]])
+    expected = np.zeros(rewards.shape)
+    for p, group in enumerate(rewards):
+        present = [r for r in group if not np.isnan(r)]
+        mean = sum(present) / len(present)
+        for g, r in enumerate(group):
+            expected[p, g] = 0 if np.isnan(r) or mean == 0 else (r - mean) / mean
+    np.testing.assert_allclose(jax.jit(maxrl_advantages)(rewards), expected, atol=1e-12)
+    assert expected[1, 1] == 3
+
+
+def test_bounds_in_probability_have_the_gradients_of_verl_and_unirl(x64):
+    """With respect to log π: A ρ where DPPO's mask is 1, and A ρ - |A| π_old ρ (ρ - 1) / ε of DRPO."""
+    parts = policy_batch(3, spread=1.0)
+    logprobs, old, advantages = parts["logprobs"], parts["old"], parts["advantages"][:, None]
+    ratio, change = np.exp(logprobs - old), np.exp(logprobs) - np.exp(old)
+    kept = np.where(advantages > 0, change <= 0.15, change >= -0.15)
+    pull = advantages * ratio - abs(advantages) * np.exp(old) * ratio * (ratio - 1) / 0.3
+    for surrogate, expected in ((DivergenceMask(), kept * advantages * ratio), (DivergencePenalty(0.3), pull)):
+        slope = jax.grad(lambda x, s=surrogate: s.objective(x - old, x, advantages).sum())(jnp.asarray(logprobs))
+        np.testing.assert_allclose(slope, expected, atol=1e-12)
+    assert 0.1 < kept.mean() < 0.95
+
+
+def test_distillation_descends_the_divergence_from_the_teacher(x64):
+    """Over all tokens, each as often as the policy draws it: the gradient of KL(policy ‖ teacher), enumerated."""
+    logits, teacher = np.random.default_rng(0).normal(size=(2, 7))
+    teacher = jax.nn.log_softmax(teacher)
+    chances = jax.nn.softmax(logits)
+
+    def surrogate(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        advantages = distillation_advantages(teacher, logprobs, np.ones(7, bool))
+        one_each = (x[:, None] for x in (logprobs, jax.lax.stop_gradient(logprobs)))
+        weights = 7 * chances[:, None]
+        return grpo_loss(*one_each, advantages[:, None], np.ones((7, 1), bool), token_weights=weights)[0]
+
+    def divergence(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(logprobs) * (logprobs - teacher))
+
+    np.testing.assert_allclose(jax.grad(surrogate)(logits), jax.grad(divergence)(logits), atol=1e-12)
+
+
+def test_log_probabilities_over_kept_tokens_are_enumerated(x64):
+    """Each place has tokens of its own, and the last none; gradients too, of states and head."""
+    random = np.random.default_rng(1)
+    hidden, head = random.normal(size=(2, 3, 4)), random.normal(size=(9, 4))
+    kept = np.array([[[0, 3, -1], [8, 2, 5], [1, -1, -1]], [[4, 6, 7], [2, 0, -1], [-1, -1, -1]]])
+    tokens, pull = np.maximum(kept[..., 0], 0), np.array([[1.0, -2, 3], [0.5, 1, 0]])
+
+    def ours(hidden, head):
+        logprobs, entropy = token_logprobs(hidden, head, tokens, allowed_tokens=(None, kept), chunk_size=2)
+        return jnp.sum(jnp.where(pull != 0, (logprobs + 0.3 * entropy) * pull, 0)), (logprobs, entropy)
+
+    def enumerated(hidden, head):
+        total = 0
+        for place in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+            logs = jax.nn.log_softmax(jnp.stack([head[v] @ hidden[place] for v in kept[place] if v >= 0]))
+            total += pull[place] * (logs[0] - 0.3 * jnp.sum(jnp.exp(logs) * logs))
+        return total
+
+    (value, (logprobs, entropy)), slopes = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, head)
+    np.testing.assert_allclose(value, enumerated(hidden, head), rtol=1e-12)
+    for slope, expected in zip(slopes, jax.grad(enumerated, (0, 1))(hidden, head), strict=True):
+        np.testing.assert_allclose(slope, expected, atol=1e-12)
+    assert logprobs[1, 2] == -np.inf and entropy[1, 2] == 0 and logprobs[0, 2] == 0

@@ -63,7 +63,7 @@ def policy_loss(choices, p, normaliser=None):
     return grpo_loss(
         p["logprobs"], p["old"], p["advantages"], p["mask"], **choices, normaliser=normaliser,
         kl=KLPenalty(0.3, corrected=True), ref_logprobs=p["ref"], entropy=p["entropy"], entropy_coef=0.2,
-        token_weights=selection.truncated_importance_weights(p["old"], p["sampler"], p["mask"], cap=1.3),
+        token_weights=selection.importance_weights(p["old"], p["sampler"], p["mask"], cap=1.3),
     )  # fmt: skip
 
 
@@ -103,17 +103,22 @@ TABLE = {
     },
     "leave_one_out_advantages": lambda p: advantages.leave_one_out_advantages(p["rewards"][..., 0]),
     "raft_advantages": lambda p: advantages.raft_advantages(p["rewards"][..., 0]),
+    "maxrl_advantages": lambda p: advantages.maxrl_advantages(abs(p["rewards"][..., 0])),
     "sum_rewards": lambda p: advantages.sum_rewards(p["rewards"], weights=(0.5, 2.0)),
     "condition_rewards": lambda p: advantages.condition_rewards(p["rewards"], [Condition(0, 1, 0.5)]),
     "groups_without_signal": lambda p: advantages.groups_without_signal(p["rewards"]),
     "groups_with_signal": lambda p: selection.groups_with_signal(p["rewards"]),
     "high_entropy_mask": lambda p: selection.high_entropy_mask(p["entropy"], p["mask"], share=0.37),
+    "off_policy_mask": lambda p: selection.off_policy_mask(
+        p["logprobs"], p["sampler"], p["advantages"], p["mask"], threshold=0.1
+    ),
+    "distillation_advantages": lambda p: advantages.distillation_advantages(p["ref"], p["logprobs"], p["mask"]),
     "without_truncated": lambda p: selection.without_truncated(p["mask"], p["truncated"]),
     **{
-        f"truncated_importance_weights {level}": lambda p, level=level: selection.truncated_importance_weights(
-            p["old"], p["sampler"], p["mask"], cap=1.3, level=level
+        f"importance_weights {mode}": lambda p, mode=mode: selection.importance_weights(
+            p["old"], p["sampler"], p["mask"], cap=1.3, mode=mode
         )
-        for level in ("token", "sequence")
+        for mode in selection.IMPORTANCE_MODES
     },
     "discounted_returns": lambda p: returns.discounted_returns(p["steps"], gamma=0.9, mask=p["mask"]),
     "gae_advantages": lambda p: returns.gae_advantages(
@@ -155,7 +160,7 @@ def test_the_table_holds_every_public_function():
     """A new function of the core comes with these properties, or says here why not."""
     # Checks of arguments, a step of several functions, and those of tests/turns/test_turn_advantages.py.
     not_arrays = {"check_choice", "check_shape", "as_objective_weights", "group_mean"}
-    not_arrays |= {"last_turn", "turn_returns", "turn_advantages"}
+    not_arrays |= {"last_turn", "turn_returns", "turn_advantages", "adapt_entropy_coef"}
     for module in (advantages, kl, losses, ppo, returns, selection):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_") and name not in not_arrays:
@@ -169,7 +174,7 @@ def test_arrays_of_other_types_are_named():
     weighed = parts | {"mask": parts["mask"].astype(np.float32)}
     maskless = {"group_advantages", "batch_whitened_advantages", "leave_one_out_advantages", "sum_rewards"}
     maskless |= {"condition_rewards", "groups_without_signal", "groups_with_signal"}
-    maskless |= {"raft_advantages", "kl_divergence", "overlong_penalty"}
+    maskless |= {"raft_advantages", "maxrl_advantages", "kl_divergence", "overlong_penalty"}
     for name, function in TABLE.items():
         if name not in ("overlong_penalty", "without_truncated"):
             with pytest.raises(TypeError, match="must be of a floating type, got int32"):

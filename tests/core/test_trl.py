@@ -13,7 +13,7 @@ from oracles.oracle_trl_selection import sampler_options
 
 from grpo_jax.core.advantages import group_advantages, sum_rewards
 from grpo_jax.core.losses import PRESETS, KLPenalty
-from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
+from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.surrogates import Clip
 
 TOLERANCE = 1e-6
@@ -100,7 +100,9 @@ def test_a_quantile_that_falls_on_a_token_may_lose_it_in_trl(x64):
 def test_an_unknown_probability_is_right_in_trl(x64):
     parts = policy_batch(0)
     parts["sampler"][0, 0] = np.nan
-    ours = truncated_importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=1.3)
-    theirs = trl_scored(np.zeros((2, 3, 1)), parts=parts, **sampler_options("token", 1.3))["importance_sampling_ratio"]
+    ours = importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=1.3)
+    theirs = trl_scored(np.zeros((2, 3, 1)), parts=parts, **sampler_options("token_truncate", 1.3))[
+        "importance_sampling_ratio"
+    ]
     assert np.isnan(ours[0, 0])
     assert theirs[0, 0] == 1

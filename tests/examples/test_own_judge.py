@@ -10,10 +10,12 @@ pytest.importorskip("diffusers")
 pytest.importorskip("open_clip")
 
 import torch
+from safetensors.torch import save_file
 from support import tiny_models
 from support.imports import ROOT
 from support.text_task import completions
 
+from bridges.judges.open_clip import OpenClip
 from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import noise_seed
 from grpo_jax.runs.policy import run_config
@@ -130,6 +132,19 @@ def test_dino_rewards_likeness(tmp_path):
     )
     torch.testing.assert_close(likeness[[0, 2]], torch.ones(2))
     assert likeness[1] < 1
+
+
+def test_an_aesthetic_head_reads_the_features_of_pictures(tmp_path):
+    images, folder = torch.rand((3, 3, 40, 40)), str(tiny_models.clip(tmp_path / "clip"))
+    features = OpenClip(model=folder).load("cpu").image_features(images)
+    weights = [torch.rand(4, features.shape[1]), torch.rand(3, 4), torch.rand(1, 3)]
+    tensors = {f"layers.{number}.weight": weight for number, weight in zip((0, 2, 10), weights, strict=True)}
+    tensors |= {name.replace("weight", "bias"): torch.ones(len(weight)) for name, weight in tensors.items()}
+    save_file(tensors, tmp_path / "head.safetensors")
+    beauty = example("aesthetic.py:Aesthetic", model=folder, pretrained=None, head=str(tmp_path / "head.safetensors"))
+    for weight in weights:
+        features = features @ weight.T + 1
+    assert beauty([""] * 3, [""] * 3, images=images) == pytest.approx(features[:, 0].tolist())
 
 
 def test_ocr_rewards_the_quoted_text():

@@ -1,4 +1,7 @@
-"""Tools and games in turns through the command: a calculator that is called, a number that is guessed."""
+"""Tools and games in turns through the command: a calculator that is called, a number that is guessed.
+
+The game is wide: tests/turns has runs of episodes, tests/runs/test_measures.py what is measured of turns.
+"""
 
 import json
 import math
@@ -103,6 +106,7 @@ def test_metrics_tell_of_turns(calculated):
     ).keys()
 
 
+@pytest.mark.wide
 def test_a_game_ends_when_the_number_is_found(guessed):
     """Hints are right, a turn's advantage is that of the same turn in its group, of what comes from there on."""
     ended = 0
@@ -122,6 +126,7 @@ def test_a_game_ends_when_the_number_is_found(guessed):
     assert ended > 0
 
 
+@pytest.mark.wide
 def test_held_out_measures_and_report_tell_of_turns(guessed):
     summary = json.loads((guessed / "summary.json").read_text())["evaluation"]
     names = {"found", *(f"found_{what}" for what in ("turn_1", "turn_2", "peak", "kept", "gain"))}
@@ -138,6 +143,7 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     assert "validation/found_turn_1" in rows(guessed)[0]
 
 
+@pytest.mark.wide
 def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
     assert evaluate.main(["--run", str(guessed), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["greedy"]
@@ -178,6 +184,7 @@ def distance(text):
     return abs(int(row) - int(goal_row)) + abs(int(column) - int(goal_column))
 
 
+@pytest.mark.wide  # tests/turns/test_stepped_environments.py has three kinds in a run
 def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch):
     """Two prompts in three are walks, paid for steps that lead nearer; what a guess earns follows from what was left.
 

@@ -3,17 +3,14 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 open_clip = pytest.importorskip("open_clip")
 
-from safetensors.torch import save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support.vision.judged import pillow, smooth  # noqa: E402
 
-from bridges.clip import load_quality_head  # noqa: E402
 from bridges.judges.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
@@ -137,35 +134,3 @@ def test_broken_folders(tmp_path, folder):
     weights.unlink()
     with pytest.raises(UserError, match="and a safetensors file"):
         load_scorer(copy)
-
-
-def test_quality_heads(tmp_path, scorer):
-    features = scorer.image_features(smooth(5, 40, 40))
-    rng = np.random.default_rng(0)
-    sizes = [(7, 16), (3, 7), (1, 3)]
-    layers = [(rng.normal(size=s).astype(np.float32), rng.normal(size=s[0]).astype(np.float32)) for s in sizes]
-    names = ("layers.0", "layers.2", "layers.10")  # 10 after 2: by number, not by name
-    tensors = {
-        f"{name}.{kind}": torch.from_numpy(value)
-        for name, layer in zip(names, layers, strict=True)
-        for kind, value in zip(("weight", "bias"), layer, strict=True)
-    }
-    for activation in ("none", "relu"):
-        save_file(tensors, tmp_path / "head.safetensors", metadata={"activation": activation})
-        expected = features.numpy()
-        for i, (weight, bias) in enumerate(layers):
-            expected = (np.maximum(expected, 0) if i and activation == "relu" else expected) @ weight.T + bias
-        scorer.quality_head = load_quality_head(tmp_path / "head.safetensors", scorer.width)
-        np.testing.assert_allclose(scorer.quality(smooth(5, 40, 40)).numpy(), expected[:, 0], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [{"weight": torch.ones(1, 5), "bias": torch.ones(1)}, {"weight": torch.ones(1, 4)}, {"scale": torch.ones(4)}, None],
-)
-def test_quality_heads_that_do_not_fit_or_are_missing(tmp_path, tensors):
-    if tensors is not None:
-        save_file(tensors, tmp_path / "head.safetensors")
-    with pytest.raises(UserError, match=r"quality head .*head\.safetensors") as caught:
-        load_quality_head(tmp_path / "head.safetensors", 4)
-    assert "\n" not in str(caught.value)

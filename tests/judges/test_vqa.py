@@ -93,6 +93,23 @@ def test_questions_of_the_row_give_their_mean_and_none_gives_none(judge):
         collect_rewards({"q": reward("questions", judge)}, ["p"] * 3, ["x"] * 3, columns, 3)
 
 
+def test_soft_tifa_is_the_geometric_mean_of_the_answers(judge, folder):
+    """Each question with its own answer, in every spelling, asked of transformers by itself."""
+    images, pairs = noise(2), [("How many dogs are there?", "two"), ("Is it red?", "Yes")]
+    columns = {"images": images, "vqa_list": [[list(pair) for pair in pairs], None]}
+    ask = reward("soft_tifa@vqa", judge)
+    found = collect_rewards({"s": ask}, ["p"] * 2, ["x"] * 2, columns, 2).ravel()
+    tokenizer, chances = transformers.AutoTokenizer.from_pretrained(folder), []
+    for (question, answer), spellings in zip(pairs, (["two", "Two", "2"], ["yes", "Yes"]), strict=True):
+        texts = [answer, *spellings, *(f" {text}" for text in spellings)]
+        first = {tokenizer.tokenize(text)[0] for text in texts}
+        asked = f"{question} Answer in one word."
+        chances.append(sum(of_transformers(folder, images[0], asked, [token]) for token in first))
+    np.testing.assert_allclose(found, [np.sqrt(chances[0] * chances[1]), np.nan], rtol=1e-4)
+    with pytest.raises(RewardError, match="needs a judge of kind vqa: name it soft_tifa@JUDGE"):
+        collect_rewards({"s": reward("soft_tifa", judge)}, ["p"] * 2, ["x"] * 2, columns, 2)
+
+
 def test_what_cannot_answer_is_refused(tmp_path):
     text = str(tiny_models.causal_lm(tmp_path / "text"))
     with pytest.raises(UserError, match="expected a model that sees pictures"):

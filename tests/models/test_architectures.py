@@ -1,8 +1,13 @@
 """What architectures must hold beyond their logits: transformers' greedy tokens, and positions that end."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 torch = pytest.importorskip("torch")
 from support import tiny_models  # noqa: E402
@@ -10,12 +15,17 @@ from support import torch_reference as reference  # noqa: E402
 from support.folders import load_folder  # noqa: E402
 from support.text_task import train_here  # noqa: E402
 
-from grpo_jax.models.lora import quantise  # noqa: E402
+from grpo_jax.models import architectures  # noqa: E402
+from grpo_jax.models.architectures.gpt2 import GPT2_ARCHITECTURE, GPT2Config  # noqa: E402
+from grpo_jax.models.attention import attend_streams  # noqa: E402
+from grpo_jax.models.decoder import init_variables  # noqa: E402
+from grpo_jax.models.layers import COLUMNS, ROWS, Projection  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, quantise  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.
-ARCHITECTURES = ("smollm3", "qwen3_moe", "gemma3_text")
+ARCHITECTURES = (pytest.param("smollm3", marks=pytest.mark.wide), "qwen3_moe", "gemma3_text")
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -82,6 +92,59 @@ def test_what_is_longer_than_the_positions_is_refused(tmp_path, architecture, mo
     # Under jit the mask is not known: what cannot be is not a number, rather than wrong.
     assert np.isfinite(jax.jit(policy.prefill)(variables, tokens, places >= 6).hidden).all()
     assert np.isnan(jax.jit(policy.prefill)(variables, tokens, places >= 0).hidden).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+
+class OwnBlock(nn.Module):
+    """Root mean squares without weights, squared ReLUs, and no biases; after `gpt2` and `layers` alone."""
+
+    config: OwnConfig
+    dtype: jax.typing.DTypeLike
+    lora: LoraConfig | None = None
+    spread: Callable | None = None
+    attention: str = "rows"
+    products: str = ""
+
+    @nn.compact
+    def __call__(self, x, layer_input, context):
+        c, heads = self.config, (*x.shape[:-1], self.config.num_heads, self.config.head_dim)
+
+        def projection(name, features, x):
+            return Projection(features, False, self.dtype, self.lora, self.products, name=name)(x)
+
+        def norm(x):
+            return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.layer_norm_eps)
+
+        x = x if self.spread is None else self.spread(x)
+        query, key, value = (projection(name, c.hidden_size, norm(x)).reshape(heads) for name in "qkv")
+        mixed, written = attend_streams(query[..., None, :], key, value, layer_input, context, attention=self.attention)
+        x = x + projection("o", c.hidden_size, mixed)
+        inner = jax.nn.relu(projection("up", c.intermediate_size, norm(x))) ** 2
+        return x + projection("down", c.hidden_size, inner), written
+
+
+OWN = GPT2_ARCHITECTURE._replace(
+    model_types=("own",), config=OwnConfig, block=OwnBlock,
+    projections=dict.fromkeys("qkv", COLUMNS) | {"o": ROWS, "up": COLUMNS, "down": ROWS},
+)  # fmt: skip
+
+
+def test_an_own_block_samples_what_its_forward_computes(monkeypatch):
+    monkeypatch.setitem(architectures.ARCHITECTURES, "own", OWN)
+    config, lora = OwnConfig(97, 24, 32, 2, 3, 40), LoraConfig(2, 4.0, ("q", "down"))
+    policy = Policy(config, lora=lora)
+    variables = init_variables(config, jax.random.key(1), lora=lora)
+    variables["lora"] = jax.tree.map(lambda x: x + 0.05, variables["lora"])
+    tokens, mask = reference.group_batch()[:2]
+    sample = make_sampler(policy, SamplingParams(2, 6), eos_ids=(96,), pad_id=0)
+    samples = sample(variables, tokens, mask, jax.random.split(jax.random.key(0), 3))
+    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
+    logprobs, _ = policy.token_logprobs(variables, hidden, samples.tokens, temperature=1.0)
+    np.testing.assert_allclose(np.where(samples.mask, logprobs, 0), samples.logprobs, atol=1e-5)
 
 
 def test_the_command_says_that_positions_are_few_before_anything_runs(place, tmp_path, capsys):

@@ -70,7 +70,9 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(("length", "steps", "rows"), [(6, 130, [(2, 136)]), (140, 130, [(1, 140)])])
+@pytest.mark.parametrize(
+    ("length", "steps", "rows"), [(6, 130, [(2, 136)]), pytest.param(140, 130, [(1, 140)], marks=pytest.mark.wide)]
+)
 def test_prompts_and_completions_are_rows_of_a_kernel(length, steps, rows, calls):
     """States and gradients are those of products. Prompts longer than their completions run alone."""
     config = PLAIN
@@ -138,7 +140,10 @@ def test_a_gpu_decodes_from_matrices_in_the_type_of_the_computation():
     assert types == {2: jnp.bfloat16, 1: jnp.float32}
 
 
-@pytest.mark.parametrize(("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, True)])
+@pytest.mark.parametrize(
+    ("steps", "apart", "by_row"),
+    [(127, False, True), pytest.param(301, False, False, marks=pytest.mark.wide), (301, True, True)],
+)
 def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
     """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
     rng = np.random.default_rng(steps)

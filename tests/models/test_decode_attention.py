@@ -61,6 +61,7 @@ def test_a_tokens_attention_is_that_of_products(prompts, group, heads, shared, s
     jax.tree.map(np.testing.assert_array_equal, new, written)
 
 
+@pytest.mark.wide  # interpreted, a dozen seconds; each step is that of the test above
 def test_a_sampler_writes_the_same_texts(monkeypatch):
     """In float32, which only this test gives to the kernel: the same tokens with the same log-probabilities."""
     variables = drawn(WIDE)

@@ -33,7 +33,7 @@ def model(request) -> Tiny:
 
 
 each_architecture = pytest.mark.parametrize("model", CONFIGS, indirect=True)
-each_cache = pytest.mark.parametrize("model", [*CONFIGS, ONE_HEAD], indirect=True)
+each_cache = pytest.mark.parametrize("model", [*CONFIGS, pytest.param(ONE_HEAD, marks=pytest.mark.wide)], indirect=True)
 
 
 @each_cache
@@ -120,6 +120,38 @@ def test_bfloat16_compute_is_close(model):
     prefix = half.prefill(model.variables, *BATCH[:2])
     assert prefix.hidden.dtype == prefix.keys[0].dtype == jnp.bfloat16
     assert 0 < np.median(np.abs(prefix.hidden.astype(jnp.float32) - exact)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("llama", {"matmul_precision": "bfloat16"}), ("gpt2", {"compute_dtype": "bfloat16"})],
+    indirect=["model"],
+)
+def test_bfloat16_products_on_a_cpu(model, options):
+    """Log-probabilities and gradients stay near those of float32, and sampler and update agree on a text."""
+    policy = Policy(model.config, lora=model.lora, platform="cpu", **options)
+    sample = make_sampler(policy, SamplingParams(GROUP, STEPS), eos_ids=(1,), pad_id=0)
+    samples = sample(model.variables, *BATCH[:2], jax.random.split(jax.random.key(0), PROMPTS))
+    batch = (*BATCH[:2], samples.tokens, samples.mask)
+
+    def total(variables, policy):
+        hidden = policy.forward_group(variables, *batch)
+        logprobs = policy.token_logprobs(variables, hidden, samples.tokens)[0] * samples.mask
+        return logprobs.sum(), logprobs
+
+    run = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+    exact, expected = run(model.variables, model.policy)
+    grads, logprobs = run(model.variables, policy)
+    np.testing.assert_allclose(logprobs, expected, atol=0.1)
+    np.testing.assert_allclose(samples.logprobs, logprobs, atol=0.02)
+    assert np.abs(logprobs - expected).max() > 0
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
+        assert got.dtype == jnp.float32
+        assert np.linalg.norm(got - wanted) < 0.05 * np.linalg.norm(wanted)
+    for precision in (None, "highest"):  # in full elsewhere
+        assert Policy(model.config, platform="cpu", matmul_precision=precision).products == ""
+    assert Policy(model.config, platform="tpu", **options).products == ""
+    assert Policy(model.config, platform="cuda", **options).products == "apart"
 
 
 def test_adapters_need_their_configuration(model):

@@ -24,7 +24,14 @@ ARCHITECTURES = {"llama": (LLAMA, SEVERAL), "gpt2": CONFIGS["gpt2"], "experts": 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "remat"), [("llama", "layer"), ("gpt2", "products"), ("experts", "layer"), ("joined", "products")]
+    ("architecture", "remat"),
+    [
+        ("llama", "layer"),
+        *(
+            pytest.param(*others, marks=pytest.mark.wide)
+            for others in (("gpt2", "products"), ("experts", "layer"), ("joined", "products"))
+        ),
+    ],
 )
 def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
     config, lora = ARCHITECTURES[architecture]

@@ -120,8 +120,6 @@ PREFILLED = [
     ("gemma2", [dict(final_logit_softcapping=None)]),
     ("gpt2", [dict(tie_word_embeddings=False)]),
     ("qwen2_vl", [dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))]),
-    ("qwen2_5_vl", []),
-    ("qwen3_vl", []),
 ]
 
 

@@ -17,24 +17,25 @@ pytestmark = pytest.mark.slow
 MESHES = ("8x1", "2x4")
 
 
-def begin(script: str, devices: int, **variables: str) -> subprocess.Popen:
+def measured(*checks: str) -> dict:
+    """Those of support/mesh_checks.py, in a process with eight devices."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    flags = {"XLA_FLAGS": xla.devices(devices), "PYTHONPATH": paths}
-    return subprocess.Popen(
-        [sys.executable, ROOT / "tests" / "support" / script],
-        env=os.environ | flags | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, ROOT / "tests" / "support" / "mesh_checks.py", *checks]
+    environment = os.environ | {"XLA_FLAGS": xla.devices(8), "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def found():
-    process = begin("mesh_checks.py", 8)
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
+    return measured("compare", "memory", "specs", "rows_of_products", "uneven")
+
+
+@pytest.fixture(scope="module")
+def more():
+    """What other layers than a decoder's usual ones make of a mesh."""
+    return measured("mixture", "gathered_tables", "tower")
 
 
 def test_loss_and_gradient_are_those_of_one_device(found):
@@ -65,8 +66,9 @@ def test_what_lies_where(found):
     assert specs["mixture/params/layers/router/embedding"] == []
 
 
-def test_experts_are_trained_alike_over_several_devices(found):
-    assert found["mixture"] < 1e-5
+@pytest.mark.wide
+def test_experts_are_trained_alike_over_several_devices(more):
+    assert more["mixture"] < 1e-5
 
 
 def test_what_cannot_lie_there_is_named(found):
@@ -80,13 +82,15 @@ def test_a_device_computes_its_prompts_alone(found):
     assert found["rows_of_products"] == [2 * (5 + 3 * 5)]
 
 
-def test_no_device_gathers_the_columns_of_the_embedding(found):
-    assert found["gathered_tables"] == []
+@pytest.mark.wide
+def test_no_device_gathers_the_columns_of_the_embedding(more):
+    assert more["gathered_tables"] == []
 
 
-def test_a_tower_sees_what_it_sees_on_one_device(found):
-    assert found["tower"]["apart"] < 1e-5 and found["tower"]["drawn"] < 1e-5  # these lay on one device
-    assert found["tower"]["rows"] == 8 // 2  # of eight prompts' pictures
+@pytest.mark.wide
+def test_a_tower_sees_what_it_sees_on_one_device(more):
+    assert more["tower"]["apart"] < 1e-5 and more["tower"]["drawn"] < 1e-5  # these lay on one device
+    assert more["tower"]["rows"] == 8 // 2  # of eight prompts' pictures
 
 
 def test_prompts_that_do_not_divide_are_sampled_alike(found):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.core.losses import CappedWeight, Clip, FixedLength, KLPenalty, SoftGate, grpo_loss
+from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
 
 ROWS, LENGTH = 6, 5
 SURROGATES = {
@@ -14,6 +15,8 @@ SURROGATES = {
     "dual clip": Clip(0.2, 0.2, dual=1.5),
     "capped": CappedWeight(1.3),
     "gate": SoftGate(1.0, 1.4),
+    "divergence mask": DivergenceMask(0.02, 0.05),
+    "divergence penalty": DivergencePenalty(0.1),
 }
 AGGREGATIONS = {"sequence": "sequence", "token": "token", "fixed": FixedLength(7)}
 CHOICES = [
@@ -28,6 +31,8 @@ CHOICES = [
         ("capped", "sequence", "sequence"),
         ("gate", "token", "sequence"),
         ("gate", "sequence", "token"),
+        ("divergence mask", "token", "token"),
+        ("divergence penalty", "token", "sequence"),
     ]
 ]
 EXTRAS = dict(kl=KLPenalty(0.3, corrected=True), entropy_coef=0.2)
@@ -84,6 +89,13 @@ def loop_objective(surrogate, log_ratio, logprob, advantage):
         return value
     if isinstance(surrogate, CappedWeight):
         return min(ratio, surrogate.cap) * advantage * logprob
+    old = np.exp(logprob - log_ratio)
+    if isinstance(surrogate, DivergenceMask):
+        change = np.exp(logprob) - old
+        leaves = (advantage > 0 and change > surrogate.high) or (advantage < 0 and change < -surrogate.low)
+        return 0.0 if leaves else ratio * advantage
+    if isinstance(surrogate, DivergencePenalty):
+        return ratio * advantage - abs(advantage) * old * (ratio - 1) ** 2 / (2 * surrogate.epsilon)
     temperature = surrogate.positive if advantage > 0 else surrogate.negative
     return 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * advantage
 

@@ -109,7 +109,7 @@ def metrics_case(preset):
 
 def loss_cases():
     """Every preset in every setting."""
-    for preset in PRESETS:
+    for preset in TRL_PRESETS:
         yield loss_case(preset, "plain")
         yield loss_case(preset, "on policy", change=on_policy)
         if preset != "gspo":  # ours is GSPO-token there: each token's own gradient; TRL's pulls all of the row

@@ -11,16 +11,22 @@ from grpo_jax.core.advantages import batch_whitened_advantages, leave_one_out_ad
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import PRESETS, KLPenalty
 from grpo_jax.core.returns import kl_penalised_rewards, overlong_penalty
-from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights, without_truncated
+from grpo_jax.core.selection import (
+    IMPORTANCE_MODES,
+    high_entropy_mask,
+    importance_weights,
+    off_policy_mask,
+    without_truncated,
+)
 
 SAMPLER = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 RLOO_SCORES = "RLOOTrainer._generate_and_score_completions"
 
 
-def sampler_options(level, cap):
+def sampler_options(mode, cap):
     return SAMPLER | {
-        "vllm_importance_sampling_mode": f"{level}_truncate",
-        "vllm_importance_sampling_clip_min": None,
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_min": 1 / cap if mode.endswith("mask") else None,
         "vllm_importance_sampling_clip_max": cap,
     }
 
@@ -39,16 +45,29 @@ def high_entropy(seed, dtype):
     return Compared((np.stack(ours), np.stack(theirs)))
 
 
-def importance_weights(level, cap):
+def importance_case(mode, cap):
     def run(seed, dtype):
         parts = policy_batch(seed, dtype)
-        ours = truncated_importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=cap, level=level)
+        ours = importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=cap, mode=mode)
         rewards = random_rewards(seed, dtype, shape=(2, 3))
-        theirs = trl_scored(rewards, parts=parts, **sampler_options(level, cap))["importance_sampling_ratio"]
+        theirs = trl_scored(rewards, parts=parts, **sampler_options(mode, cap))["importance_sampling_ratio"]
         width = theirs.shape[1]  # TRL pads to the longest row
         return Compared((np.asarray(ours)[:, :width], theirs))
 
-    return Case("truncated_importance_weights", f"{level}, cap {cap}", SCORES, run)
+    return Case("importance_weights", f"{mode}, cap {cap}", SCORES, run)
+
+
+def off_policy(seed, dtype):
+    """Of three thresholds, each leaving other rows out."""
+    parts = policy_batch(seed, dtype, rows=40)
+    names = ("logprobs", "sampler", "advantages", "mask")
+    ours = [off_policy_mask(*(parts[n] for n in names), threshold=t)[:, 0] for t in (0.05, 0.1, 0.3)]
+    drawn, now, advantages = (tensor(parts[name]) for name in ("sampler", "logprobs", "advantages"))
+    mask = tensor(parts["mask"]).long()
+    theirs = [
+        trainer().get_off_policy_mask(advantages[:, None], now, drawn, mask, t)[:, 0].numpy() for t in (0.05, 0.1, 0.3)
+    ]
+    return Compared((np.stack(ours), np.stack(theirs)))
 
 
 def truncated(seed, dtype):
@@ -95,7 +114,7 @@ def weighted_loss(preset, setting):
             weights = weights * chosen
             theirs["top_entropy_quantile"] = SHARE
         if setting != "tokens of high entropy":
-            ratios = truncated_importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=1.2)
+            ratios = importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=1.2)
             weights = weights * np.asarray(ratios)
             theirs |= SAMPLER
         if setting == "both, KL, entropy bonus":
@@ -114,11 +133,12 @@ def weighted_loss(preset, setting):
 CASES = [
     *(
         weighted_loss(preset, setting)
-        for preset in PRESETS
+        for preset in TRL_PRESETS
         for setting in ("tokens of high entropy", "sampler weights", "both, KL, entropy bonus")
     ),
     Case("high_entropy_mask", "shares .07 to 1", "GRPOTrainer.get_high_entropy_mask", high_entropy),
-    *(importance_weights(level, cap) for level in ("token", "sequence") for cap in (1.1, 3.0)),
+    *(importance_case(mode, cap) for mode in IMPORTANCE_MODES for cap in (1.1, 3.0)),
+    Case("off_policy_mask", "three thresholds", "GRPOTrainer.get_off_policy_mask", off_policy),
     Case("without_truncated", "half of the rows", SCORES, truncated),
     Case("overlong_penalty", "limit 30, buffer 16", "trl.rewards.get_soft_overlong_punishment", overlong),
     Case("batch_whitened_advantages", "centre group", RLOO_SCORES, whitened_leave_one_out),

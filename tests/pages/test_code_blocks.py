@@ -1,14 +1,19 @@
 """Python in the pages runs: the blocks of a page one after the other, where a reader stands who has what they name."""
 
 import json
+import math
 import re
 import shutil
 
+import jax.numpy as jnp
 import pytest
 from support.imports import ROOT
 from support.tiny_models import causal_lm
 
+from bridges import miniature
+from grpo_jax import train
 from grpo_jax.config import run as config
+from grpo_jax.core.losses import grpo_loss
 from grpo_jax.rollout.env import Episode, Turn
 
 ELSEWHERE = {
@@ -113,3 +118,28 @@ def test_rewards_of_the_pages_tell_right_from_wrong():
     scope: dict = {}
     exec(blocks("README.md")[0], scope)
     assert scope["correct"](["?"] * 3, ["It is 48.", "48 or 52", "no idea"], ["48"] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_the_examples_of_contributing_work(tmp_path, monkeypatch):
+    """A task and a judge train by their files; the architecture reads a config; the loss takes the surrogate."""
+    task, judge, architecture, surrogate = blocks("CONTRIBUTING.md")
+    (tmp_path / "my_task.py").write_text(task)
+    (tmp_path / "calm.py").write_text(judge)
+    monkeypatch.chdir(tmp_path)
+    words = "--task my_task.py:Numbers --policy.path miniature --judges.calm calm.py:Calm --rewards short,calm"
+    small = "--sampling.group_size 2 --sampling.max_new_tokens 4 --training.prompts_per_batch 2 --training.max_steps 1"
+    assert train.main([*words.split(), *small.split(), "--run_dir=run"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["iterations"] == 1 and {"short", "calm"} <= set(summary["evaluation"])
+
+    scope: dict = {}
+    exec(architecture, scope)
+    fields = json.loads((miniature.path("policy") / "config.json").read_text()) | {"model_type": "mine"}
+    assert scope["MINE_ARCHITECTURE"].read(fields).qkv_bias
+    exec(surrogate, scope)
+    logprobs = jnp.array([[-1.0, -2.0]])
+    loss, _ = grpo_loss(
+        logprobs, logprobs - 0.5, jnp.array([2.0]), jnp.ones((1, 2), bool), surrogate=scope["Unclipped"]()
+    )
+    assert loss == pytest.approx(-2 * math.exp(0.5), rel=1e-6)

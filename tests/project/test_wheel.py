@@ -8,11 +8,12 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 
 import pytest
 from support.text_task import ROOT
 
-pytestmark = pytest.mark.slow
+from grpo_jax.errors import EXTRAS
 
 UNAVAILABLE = ("Could not find a version that satisfies", "NewConnectionError", "No module named build")
 
@@ -36,6 +37,7 @@ def wheel(archives):
     return path
 
 
+@pytest.mark.wide  # before a release (docs/releasing.md)
 def test_contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -50,6 +52,7 @@ def test_contents(wheel):
     assert tops == {"grpo_jax", "bridges"}
 
 
+@pytest.mark.wide  # before a release (docs/releasing.md)
 def test_the_source_archive_has_what_git_has(archives):
     """But for what is of the repository alone."""
     (path,) = archives.glob("grpo_jax-*.tar.gz")
@@ -71,6 +74,18 @@ def test_every_extra_of_users_is_tried_by_itself():
     assert tried["CHECKS"].keys() == {tried["ALONE"], tried["SOURCE"], *extras} - own
 
 
+def test_extras_bring_what_they_are_named_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {
+        extra: {"".join(c if c.isalnum() else "-" for c in line.partition(">")[0]).lower() for line in lines}
+        for extra, lines in extras.items()
+    }
+    installed = packages_distributions()
+    for module, extra in EXTRAS.items():
+        if module in installed:
+            assert {name.lower().replace("_", "-") for name in installed[module]} & brought[extra], module
+
+
 OUTSIDE = """
 import bridges, grpo_jax.__main__
 from bridges import miniature
@@ -84,6 +99,7 @@ print((miniature.path("policy") / "model.safetensors").stat().st_size if there e
 """
 
 
+@pytest.mark.wide  # before a release (docs/releasing.md)
 def test_version_configs_and_miniature_are_there_outside_the_checkout(wheel, tmp_path):
     """The version is that of the wheel's name, of pyproject.toml, CITATION.cff and the changelog's first heading."""
     with zipfile.ZipFile(wheel) as archive:

@@ -1,4 +1,4 @@
-"""How judges become the environment: conditions by default, honest baselines, judges that fail."""
+"""How judges become the environment: honest baselines, judges that fail."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,10 @@ from bridges.diffusion import RenderError
 from bridges.judges.open_clip import OpenClip
 from bridges.judges.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.run import make_config
-from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.reward_registry import ResolvedReward, TaskRewards, bind, resolve_rewards
+from grpo_jax.rollout.reward_registry import ResolvedReward, bind
 from grpo_jax.rollout.rewards import make_score
-from grpo_jax.tasks.pictures import REWARDS, Faithfulness, alignment, alignment_gain, conditioned, make_render
+from grpo_jax.tasks.pictures import Faithfulness, alignment, alignment_gain, make_render
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]
 CONFIG = make_config(task="prompt_enhancement")
@@ -33,33 +31,6 @@ def load(tmp_path_factory):
         return {"renderer": section.load("cpu"), "scorer": scorer.load("cpu")}
 
     return judges
-
-
-def resolved(*sections):
-    source = TaskRewards(REWARDS, conditions=conditioned)
-    return resolve_rewards(sections, (), source, ("renderer", "scorer")).sections
-
-
-def test_quality_goes_with_alignment_unless_told_otherwise():
-    alignment, gain, quality = (
-        RewardSection(name="alignment"),
-        RewardSection(name="alignment_gain"),
-        RewardSection(name="quality"),
-    )
-    assert resolved(alignment, quality)[1] == RewardSection(
-        name="quality", weight=1.0, condition_on="alignment", threshold=0.25
-    )
-    assert resolved(quality, alignment, gain)[0] == RewardSection(
-        name="quality", weight=1.0, condition_on="alignment_gain", threshold=0.0
-    )
-    explicit = RewardSection(name="quality", weight=0.5, condition_on="alignment", threshold=0.1)
-    assert resolved(alignment, explicit) == (alignment, explicit)
-    alone = RewardSection(name="quality", condition_on="none")
-    assert resolved(alone, alignment) == (quality, alignment)
-    with pytest.raises(UserError, match="list alignment or alignment_gain"):
-        resolved(quality, RewardSection(name="length"))
-    with pytest.raises(UserError, match=r"rewards.quality.condition_on: expected one of \['alignment'\], got 'beauty'"):
-        make_config(task="text", rewards=[alignment, RewardSection(name="quality", condition_on="beauty")])
 
 
 def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load):

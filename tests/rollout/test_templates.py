@@ -84,6 +84,7 @@ def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_n
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_template_that_writes_the_date_writes_that_of_the_runs_start(place, tmp_path, monkeypatch):
     """The clock that transformers and the run read is set to another day for the evaluation."""
     import transformers.utils.chat_template_utils as clock

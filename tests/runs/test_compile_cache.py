@@ -6,6 +6,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.runs import processes
 from grpo_jax.runs.processes import enable_compile_cache
 from grpo_jax.train import run
 
@@ -46,7 +47,8 @@ def test_what_jax_was_told_holds(untold, tmp_path, capsys):
 
 def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, tmp_path, monkeypatch):
     """An entry without its time blocks JAX's writes: it is compiled and written again."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name)  # small programs are kept too
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "run").touch()
     config = make_config(task="text", policy={"path": "policy"}, rewards=["length"], run_dir=str(tmp_path / "run"))
@@ -63,7 +65,6 @@ def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, t
         jax.config.update("jax_compilation_cache_dir", None)
         with pytest.raises(UserError, match="run is a file"):
             run(config)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         before = len(written)
         jax.jit(lambda value: 2 * value + 1)(3)
         return len(written) - before
@@ -73,6 +74,8 @@ def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, t
         assert [start(), start()] == [1, 0]
         next(tmp_path.rglob("jit__lambda*-atime")).unlink()
         assert [start(), start()] == [1, 0]
+        monkeypatch.setattr(processes, "_MOST_PROGRAMS", 0)
+        assert start() == 1
     finally:
         jax.monitoring.unregister_event_listener(count)
         compilation_cache.reset_cache()

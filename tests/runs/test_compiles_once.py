@@ -1,6 +1,7 @@
 """No step of training compiles twice, and the way from the command to the loss is short enough to read."""
 
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -9,6 +10,9 @@ import pytest
 import grpo_jax
 from grpo_jax.config.command_line import parse
 from grpo_jax.core import losses
+from grpo_jax.errors import ABANDONED
+from grpo_jax.runs import trainer
+from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of, draw
 from grpo_jax.runs.loading import load
 from grpo_jax.train import main
@@ -61,6 +65,24 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
         state = iterate(state, iteration)
     ahead.settle()
     assert len(compiled) == first
+
+
+def test_programs_compiled_ahead_are_those_that_run(place, tmp_path, monkeypatch, own_programs):
+    """Samplers, log-probabilities and update: each once, and none where the run would wait for it."""
+    found = []
+
+    def heard(event, _, **named):
+        if event == COMPILED and named["fun_name"] in ("jit(write)", "jit(step)", "jit(compute)"):
+            found.append((named["fun_name"], threading.current_thread().name))
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    monkeypatch.setattr(trainer, "compile_ahead", compile_ahead)
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
+    words = [f"--run_dir={tmp_path / 'run'}", "--training.max_steps=2", "--evaluation.every=0"]
+    assert main(["--config", str(place.config), *words]) == 0
+    greedy_and_training = ["jit(write)"] * 2
+    assert sorted(name for name, _ in found) == ["jit(compute)", "jit(step)", *greedy_and_training]
+    assert {thread for _, thread in found} == {f"{ABANDONED}compiling"}
 
 
 def test_few_frames_lie_between_main_and_the_loss(place, tmp_path, monkeypatch, own_programs):

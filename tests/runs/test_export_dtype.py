@@ -62,6 +62,7 @@ def lost(folder, base, adapters) -> float:
     return max(shares)
 
 
+@pytest.mark.wide
 def test_small_adapters_are_merged_in_float32(adapted, base, tmp_path):
     adapters = restore_params(adapted, "final")[0]["lora"]["layers"]
     assert lost(adapted / "policy", base, adapters) < 0.01

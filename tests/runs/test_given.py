@@ -186,12 +186,13 @@ def test_columns_that_are_no_json_are_not_kept_and_said(config, tmp_path, capsys
 
 def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, recwarn):
     folder = tmp_path / "run"
-    steps = ["--training.max_steps=1", "--training.prompts_per_batch=16", "--training.minibatches=1"]
+    steps = ["--training.max_steps=4", "--training.inner_epochs=1", "--training.minibatches=1"]
     assert train_here(place.config, folder, "--data.held_out=0", *steps) == 0
     out = capsys.readouterr().out
     assert "16 train, 0 validation, 0 test" in out
     assert "no prompts are held out: nothing is measured before and after training" in out
-    assert {*completions(folder, 1)["prompt"]} == {f"{c} tree" for c in "abcdefghijklmnop"}
+    trained = {prompt for step in range(1, 5) for prompt in completions(folder, step)["prompt"]}
+    assert trained == {f"{c} tree" for c in "abcdefghijklmnop"}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["evaluation"] == {} and summary["prompts"] == 0
     assert summary["reward"] is None and summary["improvement"] is None

@@ -16,7 +16,7 @@ JUDGE = """
 import os
 
 def rare(completions, **columns):
-    return [1.0 if os.environ["RARE"] == "on" else None] * len(completions)
+    return [{"on": 1.0, "half": 0.5}.get(os.environ["RARE"])] * len(completions)
 
 def never(completions, **columns):
     return [None] * len(completions)
@@ -59,6 +59,13 @@ def test_it_stops_and_goes_on(train):
     code, out, error = call("--resume", rare="on")
     assert code == 0 and [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]
     assert streaks(run) == {"rare": 0, "never": 4}
+
+
+def test_maxrl_refuses_rewards_other_than_0_and_1(train):
+    _, call = train
+    code, _, error = call("--algorithm.advantage=maxrl", rare="half")
+    assert code == 2 and error.count("\n") == 1
+    assert "algorithm.advantage 'maxrl' needs a sum of rewards of 0 or 1, got 0.5: return 0 or 1, or take" in error
 
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):

@@ -31,6 +31,7 @@ class Probe:
         return [float(len(text)) for text in completions]
 
 
+@pytest.mark.wide  # that an update frees what it replaces is shown in tests/training/test_trainer.py
 def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
     arguments = [f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", "--evaluation.every=0"]
     arguments += [

@@ -1,48 +1,14 @@
-"""What a config says of sampling holds in a run: in training, in what is measured, and in `predict`."""
+"""What a config cannot say of sampling; what it says holds in the run of tests/runs/measuring/test_samples.py."""
 
 from types import SimpleNamespace
 
-import pyarrow.parquet
 import pytest
-from support.text_task import steered_run
 from support.tiny_models import chat_tokenizer
 
-from grpo_jax import load_rewriter
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import policy_tokens
-from grpo_jax.runs.policy import run_config
 from grpo_jax.sampling.samplers import stops_of
-
-
-@pytest.fixture(scope="module")
-def run(place):
-    return steered_run(place)
-
-
-@pytest.fixture(scope="module")
-def section(run):
-    return run_config(run).sampling
-
-
-def test_completions_are_as_the_config_says(run, section):
-    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
-    stops, texts = section.stop, [row["raw_completion"] for row in table]
-    assert not any(letter in text for text in texts for letter in "bcdefg")
-    stopped = [text for text in texts if any(stop in text for stop in stops)]
-    assert len(stopped) > 5
-    for text in stopped:  # nothing behind it: the stop string is complete with the last token
-        assert any(text.endswith(stop) for stop in stops) and not any(stop in text[:-1] for stop in stops)
-    # Every token is a byte: a text of so many tokens without a stop string was cut, or ended by itself.
-    assert not any(row["truncated"] for row in table if row["raw_completion"] in stopped)
-
-
-def test_predict_honours_it_too(run, section):
-    rewrite = load_rewriter(run)
-    texts = [rewrite(f"{letter} tree") for letter in "abcdef"]
-    assert not any(stop in text[:-1] for stop in section.stop for text in texts)
-    assert not any(letter in text for text in texts for letter in "bcdefg")
-    assert any(texts)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import Samples, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
@@ -32,7 +31,6 @@ class Bigram:
 
     def __init__(self):
         self.traces = 0
-        self.decoded = []  # prompts in each step
 
     def prefill(self, variables, tokens, mask):
         self.traces += 1
@@ -42,7 +40,6 @@ class Bigram:
         return variables
 
     def decode_step(self, variables, prefix, tokens, cache):
-        jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
         return jax.nn.one_hot(tokens, variables["table"].shape[0]), cache + 1
 
     def init_cache(self, prompts, group, length, dtype=None):
@@ -51,8 +48,20 @@ class Bigram:
     def head(self, variables):
         return variables["table"].T
 
-    softcap = precision = None
-    logits = Policy.logits
+    def logits(self, subscripts, *operands):
+        return jnp.einsum(subscripts, *operands)
+
+
+class Counted(Bigram):
+    """Remembers how many prompts each step decodes; what calls back is compiled anew by each process."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoded = []
+
+    def decode_step(self, variables, prefix, tokens, cache):
+        jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
+        return super().decode_step(variables, prefix, tokens, cache)
 
 
 def table(seed=0, vocabulary=VOCABULARY, spread=2.0):
@@ -176,7 +185,7 @@ def test_what_comes_after_any_of_several_ends_is_padding():
 
 
 def test_decoding_stops_when_every_completion_has_ended():
-    policy = Bigram()
+    policy = Counted()
     variables = {"table": jnp.zeros((8, 8)).at[:, EOS].set(50.0)}
     sample = make_sampler(policy, SamplingParams(4, 100), eos_ids=(EOS,), pad_id=PAD)
     samples = sample(variables, *prompts([3] * 9), keys_for(range(9)))  # 9 prompts: one row of the bucket is padding
@@ -189,7 +198,7 @@ def test_a_batch_is_halved_once_few_enough_go_on():
     """Groups end one after the other: whole steps as long as more than half of the prompts write, then half ones."""
     logits = np.full((VOCABULARY, VOCABULARY), -100, np.float32)
     logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0  # counts down to the end
-    policy = Bigram()
+    policy = Counted()
     sample = make_sampler(policy, SamplingParams(2, 70), eos_ids=(EOS,), pad_id=PAD)
     lengths = [20, 60, 5, 90]
     samples = sample({"table": jnp.asarray(logits)}, *prompts(np.array(lengths) + 1), keys_for(range(4)))

@@ -214,5 +214,4 @@ def tower():
 
 
 if __name__ == "__main__":
-    checks = (compare, memory, specs, mixture, rows_of_products, gathered_tables, tower, uneven)
-    json.dump({check.__name__: check() for check in checks}, sys.stdout)
+    json.dump({name: globals()[name]() for name in sys.argv[1:]}, sys.stdout)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs import trainer
+from grpo_jax.runs import loading, trainer
 from grpo_jax.sampling import samplers
 
 MADE: dict[Hashable, object] = {}
@@ -25,8 +25,9 @@ def key_of(value) -> Hashable:
     if isinstance(value, Config):
         batches = ("inner_epochs", "minibatches", "grad_accumulation_steps", "async_level")
         training = tuple(getattr(value.training, name) for name in batches)
-        sections = value.algorithm, value.ppo, value.optimizer, value.sampling, value.policy
-        return key_of((training, value.sft.steps, value.learning_rate, *sections))
+        sections = value.algorithm, value.ppo, value.optimizer, value.policy.replace(path="")
+        written = value.sampling.temperature, value.sampling.written_tokens
+        return key_of((training, value.sft.steps == 0, value.learning_rate, *written, *sections))
     if isinstance(value, BaseModel):
         return value.model_dump_json()
     if isinstance(value, dict):
@@ -55,6 +56,7 @@ def sharing(make):
 
 def share(patch) -> None:
     """Let runs in this process share what they compile."""
-    patch.setattr(trainer, "make_learner", sharing(trainer.make_learner))
+    patch.setattr(loading, "make_learner", sharing(loading.make_learner))
+    patch.setattr(trainer, "compile_ahead", lambda ctx: None)  # with longest completions, of which few runs have one
     for name in ("make_sampler", "make_episode_sampler", "make_ranker"):
         patch.setattr(samplers, name, sharing(getattr(samplers, name)))

@@ -98,22 +98,6 @@ def finished_run(place: Place) -> Path:
     return run
 
 
-def steered_run(place: Place) -> Path:
-    """One step in which all is named that changes how completions are drawn and measured; by the first who asks."""
-    run = place.folder / "steered" / "run"
-    if not (run / "summary.json").exists():
-        values = yaml.safe_load(place.config.read_text())
-        values["algorithm"] = {}
-        values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-        values["sampling"] = {"group_size": 10, "max_new_tokens": 12, "stop": [*"0123456789", "aa", *"ABCDEFGH"]}
-        values["data"] |= {"forbidden_tokens": ["b", *"cdefg", 40]}
-        values["evaluation"] = {"every": 0, "samples": 6, "temperature": 0.7, "pass_threshold": 0.375}
-        run.parent.mkdir()
-        (run.parent / "config.yaml").write_text(yaml.safe_dump(values))
-        assert train_here(run.parent / "config.yaml", run) == 0
-    return run
-
-
 def train_here(config: Path, run: Path, *arguments: str, judge: str = "work:0") -> int:
     """The training command in this process, which has imported already what it needs; its exit code."""
     from grpo_jax.train import main

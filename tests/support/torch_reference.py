@@ -224,11 +224,11 @@ def _apart(name: str, grad):
     ]
 
 
-def greedy_answers(model, folder: Path, prompts: Sequence[str], *, system=(), **options) -> list[str]:
+def greedy_answers(model, folder: Path, prompts: Sequence[str], **options) -> list[str]:
     """What transformers answers greedily to each prompt, through the chat template of a folder."""
     tokenizer, texts = transformers.AutoTokenizer.from_pretrained(folder), []
     for prompt in prompts:
-        said = [*system, {"role": "user", "content": prompt}]
+        said = [{"role": "user", "content": prompt}]
         asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             out = model.generate(**asked, do_sample=False, **options)

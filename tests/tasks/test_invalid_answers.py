@@ -63,6 +63,7 @@ def run(tmp_path):
     return row, completions(folder, 1)
 
 
+@pytest.mark.wide  # a dozen seconds
 def test_the_command_pays_an_invalid_answer_the_worst_of_its_group(tmp_path):
     pytest.importorskip("diffusers")
     pytest.importorskip("open_clip")

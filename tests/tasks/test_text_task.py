@@ -43,30 +43,6 @@ def test_what_is_masked_is_missing(kind):
         call(lambda completions: unmasked)
 
 
-def raises(completions, **_):
-    raise KeyError("the reward is away\nsecond line")
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (raises, "mine: it raised KeyError: 'the reward is away"),
-        (lambda **_: [1.0, 2.0], "one value for each of 4 completions, got 2"),
-        (lambda **_: [1.0, float("nan"), 1.0, 1.0], r"returned nan for completion 1 \('3'\)"),
-        (lambda **_: [1.0, 1.0, 1.0, "good"], "returned 'good' for completion 3"),
-        (lambda **_: np.zeros((4, 1)), r"completions, got shape \(4, 1\)"),
-        (lambda **_: 1.0, "got float"),
-        (lambda completions, answer, **_: [1.0] * 4, "missing 1 required positional argument: 'answer'"),
-    ],
-)
-def test_a_failing_reward_is_named(function, message):
-    with pytest.raises(RewardError, match=message) as error:
-        call(function)
-    assert error.value.reward == "mine"
-    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
-    assert function is not raises or isinstance(error.value.__cause__, KeyError)
-
-
 def test_mutating_rewards_do_not_disturb_each_other():
     def greedy(prompts, completions, **_):
         result = [float(len(text)) for text in completions]

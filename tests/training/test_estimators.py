@@ -137,3 +137,18 @@ def test_the_update_puts_the_weights_in():
     _, _, unweighted = tiny_update.updated(batch, AlgorithmSection(advantage="grpo"))
     assert 0 < report["grad_norm"] < 0.5 * unweighted["grad_norm"]
     assert "importance_weight" not in unweighted["measured"]
+
+
+def test_distillation_takes_the_teachers_logprobs_for_advantages_and_rows_that_moved_leave():
+    batch = tiny_update.make_batch()
+    teacher = -3 * jax.random.uniform(jax.random.key(5), batch.mask.shape)
+    batch = batch._replace(ref_logprobs=teacher, advantages=None, rollout_logprobs=jnp.zeros(batch.mask.shape))
+    section = AlgorithmSection(advantage="opd", teacher="elsewhere")
+    _, _, report = tiny_update.updated(batch, section)
+    advantages, mask = np.asarray(report["advantages"]), np.asarray(batch.mask)
+    gap = np.asarray(teacher) - advantages  # log π of the policy
+    assert (advantages[~mask] == 0).all() and (gap[mask] < 0).all() and report["grad_norm"] > 0
+    assert float(report["metrics"]["policy"].advantage.value()) == pytest.approx(advantages[mask].mean(), rel=1e-4)
+    # each token was certain when it was drawn: every token of negative advantage leaves
+    _, _, report = tiny_update.updated(batch, section.replace(off_policy_mask_threshold=1.0))
+    assert float(report["metrics"]["off_policy_masked"].value()) == pytest.approx((advantages < 0)[mask].mean())

@@ -1,8 +1,9 @@
-"""AdamW as the config asks for it: its schedule, and which weights decay."""
+"""AdamW and Muon as the config asks for them: the schedule, and which weights decay."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import tiny_update
 
@@ -63,3 +64,37 @@ def test_only_matrices_of_projections_decay(config, lora, expected):
         wanted = -RATE * DECAY * np.asarray(before[name]) if name in names else np.zeros(change.shape)
         np.testing.assert_allclose(change, wanted, rtol=1e-6, err_msg=name)
     assert names < set(before)
+
+
+def orthogonal(momentum):
+    """Five Newton-Schulz steps of one matrix, as https://kellerjordan.github.io/posts/muon writes them."""
+    x = momentum.T if momentum.shape[0] > momentum.shape[1] else momentum
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if momentum.shape[0] > momentum.shape[1] else x
+
+
+def test_muon_moves_each_layers_matrix_by_itself_and_the_rest_by_adam():
+    """The second step with weight decay, against a loop; RMS .2 as AdamW's."""
+    random = np.random.default_rng(0)
+    weights = {"params": {"layers": {"up": {"kernel": random.normal(size=(2, 3, 5))}}, "norm": {"scale": np.ones(4)}}}
+    weights = jax.tree.map(jnp.float32, weights)
+    gradients = [jax.tree.map(lambda x: jnp.float32(random.normal(size=x.shape)), weights) for _ in range(2)]
+    section = OptimizerSection(name="muon", learning_rate=RATE, weight_decay=DECAY, max_grad_norm=0)
+    optimizer = make_optimizer(section, make_schedule(section, 10))
+    state = optimizer.init(weights)
+    for gradient in gradients:
+        moved, state = jax.jit(optimizer.update)(gradient, state, weights)
+    first, second = (np.asarray(g["params"]["layers"]["up"]["kernel"], np.float64) for g in gradients)
+    mean = (0.95 * 0.05 * first + 0.05 * second) / (1 - 0.95**3)
+    momentum = 0.95 * mean + 0.05 * second / (1 - 0.95**2)  # Nesterov's, without bias
+    for layer in range(2):
+        kernel = np.asarray(weights["params"]["layers"]["up"]["kernel"][layer])
+        step = -RATE * (0.2 * np.sqrt(5) * orthogonal(momentum[layer]) + DECAY * kernel)
+        np.testing.assert_allclose(moved["params"]["layers"]["up"]["kernel"][layer], step, rtol=1e-4, atol=1e-5)
+    adam = optax.nadamw(RATE, b2=section.beta2, weight_decay=0.0)
+    scales = [g["params"]["norm"]["scale"] for g in gradients]
+    _, state = adam.update(scales[0], adam.init(scales[0]), scales[0])
+    np.testing.assert_allclose(moved["params"]["norm"]["scale"], adam.update(scales[1], state, scales[1])[0], rtol=1e-5)

@@ -175,7 +175,9 @@ def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
     assert stopped > 3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # rotations, learned positions
+@pytest.mark.parametrize(
+    "architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.wide)]
+)  # rotations, learned positions
 def test_the_updates_logprobs_are_the_samplers(architecture, rollout):
     """Of every turn, and those of the same text as one long prompt and completion."""
     model = tiny(architecture)

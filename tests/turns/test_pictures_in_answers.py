@@ -1,4 +1,4 @@
-"""Episodes in which the environment shows pictures: sampler and update make of them what a long prompt makes."""
+"""Episodes in which the environment shows pictures: sampler and update see the same."""
 
 from functools import partial
 
@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from support.rollouts import drawn
 from support.vision.folders import picture, seeing_folder
-from turns.test_episodes import long_prompts
 
 from grpo_jax.config.run import make_config
-from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import StageError
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.rollout.prompts import make_prompt_set
@@ -101,55 +99,7 @@ def test_the_updates_logprobs_are_the_samplers(played):
     assert (moved * (mask & ~later)).max() == 0
 
 
-def beside(a, b):
-    """Pictures, or their sizes, [R, I, M, ..] of the same rows one behind the other, the smaller ones filled up."""
-    room = max(a.shape[2], b.shape[2])
-    filled = [jnp.pad(x, [(0, 0), (0, 0), (0, room - x.shape[2]), *[(0, 0)] * (x.ndim - 3)]) for x in (a, b)]
-    return jnp.concatenate(filled, axis=1)
-
-
-def test_it_is_the_long_prompts_logprobs_and_gradients(played):
-    """Each turn behind all that stood before it, all its pictures together, as a prompt of its own."""
-    ctx, variables, episodes, batch = played
-    policy, samples = ctx.policy, episodes.samples
-    width = batch.tokens.shape[-1]
-    apart = []
-    for p, g in np.ndindex(3, 2):
-        prompt = np.asarray(batch.prompt_tokens)[p][np.asarray(batch.prompt_mask)[p]]
-        present, mask, turn = (np.asarray(array)[p, g][:width] for array in (batch.present, batch.mask, batch.turn))
-        own = np.flatnonzero(mask & (turn == turn[mask].max()))
-        apart.append((p, g, own, [*prompt, *samples.tokens[p, g][: own[0]]], samples.tokens[p, g][own]))
-        assert present[: own[-1] + 1].all()
-    prompts, prompt_mask, tokens, mask, *_ = long_prompts(apart)
-    steps = tokens.shape[-1]
-    flat = jax.tree.map(lambda array: array.reshape(6, *array.shape[2:]), batch.pictures["observations"])
-    shown = jax.tree.map(lambda array: jnp.repeat(array, 2, axis=0), batch.pictures["pictures"])
-    joined = jax.tree.map(beside, shown, flat)
-    params = {"params": variables["params"]}
-    rest = {name: tree for name, tree in variables.items() if name != "params"}
-
-    def long(params):
-        hidden = policy.forward_group({**rest, **params}, prompts, prompt_mask, tokens, mask, pictures=joined)
-        return jnp.where(mask, token_logprobs(hidden, policy.head({**rest, **params}), tokens)[0], 0)
-
-    def episode(params):
-        seen = make_forward(policy, temperature=1.0)({**rest, **params}, batch).logprobs
-        texts = [seen[p, g, own[0] : own[-1] + 1] for p, g, own, *_ in apart]
-        return jnp.stack([jnp.pad(text, (0, steps - len(text))) for text in texts])
-
-    def measured(of):
-        def total(params):
-            logprobs = of(params)
-            return jnp.sum(logprobs), logprobs
-
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-
-    ((_, seen), came), ((_, wanted), expected) = measured(episode), measured(long)
-    np.testing.assert_allclose(seen, wanted[:, 0], atol=5e-5)
-    for a, b in zip(jax.tree.leaves(came), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
-
-
+@pytest.mark.wide
 def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
     """A policy whose tower is not loaded, for no prompt has a picture, must not answer blindly."""
     seeing_folder(tmp_path / "policy", "qwen2_vl")

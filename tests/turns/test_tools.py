@@ -120,7 +120,7 @@ class Countdown:
 
     def reset(self, start, **row):
         self.left = start
-        return f" From {start}."
+        return f" {start}."
 
     def take(self, n: int) -> str:
         """Takes some away.
@@ -181,7 +181,7 @@ WORDS = {
     "two": call("increment", step=1) + call("increment", step=2),
     "one": call("increment", step=1),
     "wrong": call("increment", by=1),
-    "take": call("take", n=2),
+    "take": call("take", n=5),
     "add": json.dumps({"name": "add", "parameters": {"a": 2}}),
     "long": call("echo", text="a" * 400),
     "end": "It is done.",
@@ -198,23 +198,24 @@ def home(tmp_path_factory):
     tokenizer.add_tokens([*WORDS.values()])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(policy)
-    rows = [{"prompt": [{"role": "user", "content": f"Count {n}."}], "start": n} for n in range(1, 13)]
+    rows = [{"prompt": [{"role": "user", "content": f"Go {n}."}], "start": n} for n in range(1, 13)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return home
 
 
-def values(home, tools, *words, rewards=(), **sampling):
+def values(home, tools, rewards=()):
+    """All of one shape, and with the same words allowed: one run's programs are another's."""
     tokenizer = AutoTokenizer.from_pretrained(home / "policy")
-    allowed = [tokenizer.convert_tokens_to_ids(WORDS[word]) for word in words]
+    allowed = tokenizer.convert_tokens_to_ids([*WORDS.values()])
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     forbidden = sorted({*range(VOCAB_SIZE + len(WORDS))} - {*allowed, *ends})
     return {
         "task": {"kind": "text", "seeds": 32},
         "report_to": [],
-        "policy": {"path": str(home / "policy")},
+        "policy": {"path": str(home / "policy"), "remat": "none"},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
         | {"max_prompt_tokens": 200},
-        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200} | sampling,
+        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200},
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
         "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
@@ -224,8 +225,7 @@ def values(home, tools, *words, rewards=(), **sampling):
 @pytest.fixture(scope="module")
 def increments(home):
     """TRL's own example, without a data set."""
-    given = values(home, ["IncrementEnv"], "one", "two", "wrong", "end")
-    train_values(given, home / "increments")
+    train_values(values(home, ["IncrementEnv"]), home / "increments")
     return home / "increments"
 
 
@@ -243,9 +243,11 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
             if row is not turns[-1]:
                 if row["completion"] == WORDS["wrong"]:
                     assert "by: Unexpected keyword argument" in row["observation"], row["observation"]
+                elif row["completion"] in told:
+                    assert row["observation"] == "\n".join(replies)
                 else:
-                    assert row["completion"] in told and row["observation"] == "\n".join(replies)
-        assert len(turns) == 3 or turns[-1]["completion"] not in (*told, WORDS["wrong"])  # an answer ends it
+                    assert row["observation"].startswith("error: no tool")
+        assert len(turns) == 3 or turns[-1]["completion"] in ("", WORDS["end"])  # an answer ends it
     assert seen >= {*told, WORDS["wrong"]}
 
 
@@ -267,22 +269,21 @@ def of_python():
 
 def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_path, capsys):
     """Beside functions. A result that is too long is said to be; another process finds no such class, in one line."""
-    given = values(home, [], "take", "add", "long", "end", rewards=["left"])
+    given = values(home, [], rewards=["left"])
     given["data"] |= {"prompts": str(home / "rows.jsonl"), "tools": of_python()}
-    given["training"] |= {"max_steps": 1, "prompts_per_batch": 8}
     run(make_config(given | {"run_dir": str(tmp_path / "run")}))
     said = {WORDS["add"]: "3", WORDS["long"]: "error: the result is too long to be read"}
     answers = set()
     for turns in episodes_of(tmp_path / "run"):
         left = start = int(turns[0]["prompt"].split()[-1].rstrip("."))
-        assert turns[0]["prompt"] == f"Count {start}. From {start}."
+        assert turns[0]["prompt"] == f"Go {start}. {start}."
         for row in turns:
             answer = said.get(row["completion"])
             if row["completion"] == WORDS["take"]:
-                left, answer = (left - 2, f"{left - 2} left") if left >= 2 else (left, "error: so many are not left")
+                left, answer = (left - 5, f"{left - 5} left") if left >= 5 else (left, "error: so many are not left")
             assert row["reward/left"] == -left
             if row is not turns[-1]:
-                assert row["observation"] == answer
+                assert row["observation"] == answer or (answer is None and row["observation"].startswith("error: "))
                 answers.add(answer)
     assert {*said.values(), "error: so many are not left"} <= answers
     GIVEN_TOOLS.clear()
@@ -291,7 +292,7 @@ def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(h
 
 
 def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys):
-    given = values(home, ["Countdown"], "take", rewards=["left"])
+    given = values(home, ["Countdown"], rewards=["left"])
     given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, "environment": "mine"}) + "\n")
     train_values(given, tmp_path / "run", expected=2)
@@ -406,5 +407,5 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
     ],
 )
 def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, message):
-    train_values(values(home, tools, "end"), tmp_path / "run", expected=2)
+    train_values(values(home, tools), tmp_path / "run", expected=2)
     assert message in capsys.readouterr().err.strip().splitlines()[-1]

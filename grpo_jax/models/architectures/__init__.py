@@ -1,6 +1,7 @@
-"""The model architectures, one table: Hugging Face's model_type → what the decoder and its folders know of it.
+"""The model architectures, one table: Hugging Face's model_type → its `Architecture`.
 
-A new architecture is a file that ends in its `Architecture`, and its row here.
+A new one is a file that ends in its `Architecture`, and its row here. `gpt2` is a whole example to copy: config, layer,
+names. `models.layers` says what each part must be, and has projections, norms and activations.
 """
 
 from grpo_jax.models.architectures import gpt2, llama

@@ -108,14 +108,14 @@ class GPT2Block(nn.Module):
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
     attention: str = "rows"
-    apart: bool = False
+    products: str = ""
 
     def setup(self):
         """Declare the layer's weights."""
         c = self.config
 
         def projection(features: int) -> Projection:
-            return Projection(features, True, self.dtype, self.lora, self.apart)
+            return Projection(features, True, self.dtype, self.lora, self.products)
 
         self.ln_1 = LayerNorm(c.layer_norm_eps)
         self.c_attn = projection(3 * c.hidden_size)

@@ -269,14 +269,14 @@ class LlamaBlock(nn.Module):
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
     attention: str = "rows"
-    apart: bool = False
+    products: str = ""
 
     def setup(self):
         """Declare the layer's weights."""
         c = self.config
 
         def projection(features: int, use_bias: bool) -> Projection:
-            return Projection(features, use_bias, self.dtype, self.lora, self.apart)
+            return Projection(features, use_bias, self.dtype, self.lora, self.products)
 
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if c.fused:

@@ -36,7 +36,7 @@ _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
 
 
 class Fixed(NamedTuple):
-    """Text of an instruction: unlike in a user's text, what looks like a mark in it is one."""
+    """Text of an instruction: marks in it are marks, unlike in a user's text."""
 
     text: str
 
@@ -94,7 +94,7 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text by itself; what looks like a mark in it is text."""
+    """Encode a text by itself; marks in it are text."""
     marks, ids = text_marks(tokenizer), _encode(tokenizer, text)
     if marks.isdisjoint(ids):
         return ids

@@ -197,7 +197,7 @@ def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str
 
 
 def _refuse_unsupported(raw: hf_config.ConfigJson) -> None:
-    """Honour or refuse by name every field that changes what the adapters compute."""
+    """Honour or refuse by name every field that changes the adapters' results."""
     hf_config.expect(raw.get("peft_type") == "LORA", "peft_type", "'LORA'", raw.get("peft_type"))
     hf_config.expect(hf_config.WIDTH.holds(raw.get("r")), "r", hf_config.WIDTH.words, raw.get("r"))
     words = "plain LoRA (PEFT's save_pretrained converts it: path_initial_model_for_weight_conversion)"

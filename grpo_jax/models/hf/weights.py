@@ -227,7 +227,7 @@ def read_params(
 
 
 def unfitting(expected: Mapping[str, tuple[int, ...]], files: TensorFiles) -> list[str]:
-    """What is wrong with the files' tensors of the expected names and shapes, in words."""
+    """The mistakes in the files' tensors against the expected names and shapes, in words."""
     problems = [f"{name} is missing" for name in expected if name not in files.names]
     for name in files.names:
         if name not in expected:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MAX_STEPS = 500
-FEATURES = 4
+MAX_STEPS, FEATURES = 500, 4
 OBJECTIVES = ("upright", "centred")
 
 GRAVITY = 9.8

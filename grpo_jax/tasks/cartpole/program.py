@@ -59,16 +59,19 @@ class CartPoleBlocks:
         started = time.monotonic()
         state, metrics, measures = jax.block_until_ready(self.block(state))
         seconds = time.monotonic() - started
-        steps = np.asarray(state.steps, np.int64)
-        solved = np.asarray(measures["episode_return"]) >= SOLVED
-        pace = float(steps.sum() - steps_before) / seconds
-        rows = metric_rows(metrics, iteration, {"environment_steps_per_second": pace})
-        rows[-1] |= {f"evaluation/{name}": float(np.mean(measures[name])) for name in _ORACLE}
-        rows[-1] |= {
-            "evaluation/lowest": float(np.min(measures["episode_return"])),
-            "evaluation/highest": float(np.max(measures["episode_return"])),
-            "solved": int(solved.sum()),
+        steps, returns = np.asarray(state.steps, np.int64), np.asarray(measures["episode_return"])
+        solved, pace = returns >= SOLVED, float(steps.sum() - steps_before) / seconds
+        means = {  # of the seeds that have a number
+            name: np.ma.masked_invalid(np.asarray(values, np.float64)).mean(axis=0).filled(np.nan).tolist()
+            for name, values in metrics.items()
         }
+        rows: list[dict[str, float]] = [
+            {"step": iteration + number, **dict(zip(means, row, strict=True)), "environment_steps_per_second": pace}
+            for number, row in enumerate(zip(*means.values(), strict=True), start=1)
+        ]
+        rows[-1] |= {f"evaluation/{name}": float(np.mean(values)) for name, values in measures.items()}
+        rows[-1] |= {"evaluation/lowest": float(returns.min()), "evaluation/highest": float(returns.max())}
+        rows[-1] |= {"solved": int(solved.sum())}
         solved_at = [
             int(count) if first is None and now else first
             for first, now, count in zip(notes["solved_at"], solved, steps, strict=True)
@@ -105,8 +108,7 @@ class CartPoleBlocks:
         lines = [
             f"solved (mean return >= {SOLVED:g} over {EPISODES} episodes): "
             f"{summary['solved']} of {config.num_seeds} seeds{when}",
-            f"{steps:,} environment steps in {seconds['train']:.1f} s: "
-            f"{summary['environment_steps_per_second']:,.0f} per second; "
+            f"{steps:,} environment steps in {seconds['train']:.1f} s: {steps / seconds['train']:,.0f} per second; "
             f"compiled in {seconds['compile']:.1f} s",
         ]
         columns = ("seed", "return before", "return after", "distance from the centre", "steps until first solved")
@@ -116,22 +118,12 @@ class CartPoleBlocks:
         return Finished(summary, lines, tables=[Table("Seeds", columns, rows)])
 
     def _measure(self, state: Carry) -> dict[str, list[float]]:
-        measured = over_seeds(self.training.evaluate, self.devices)(state)
-        return {name: np.asarray(measured[name]).tolist() for name in _ORACLE}
-
-
-def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[dict[str, float]]:
-    """Return a row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
-    means = {
-        name: np.ma.masked_invalid(np.asarray(values, np.float64)).mean(axis=0).filled(np.nan).tolist()
-        for name, values in metrics.items()
-    }
-    rows = (dict(zip(means, row, strict=True)) for row in zip(*means.values(), strict=True))
-    return [{"step": done + number, **row, **common} for number, row in enumerate(rows, start=1)]
+        measures = over_seeds(self.training.evaluate, self.devices)(state)
+        return {name: np.asarray(values).tolist() for name, values in measures.items()}
 
 
 def make_blocks(config: CartPoleConfig, info: Info) -> CartPoleBlocks:
-    """Compile a config's training, and say what is trained, on what, by which algorithm."""
+    """Compile a config's training, and print task, device and algorithm."""
     split_processor()
     training, devices = make_train(config), seed_devices(config.num_seeds)
     start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
@@ -166,8 +158,7 @@ def split_processor() -> None:
 def seed_devices(seeds: int) -> list[jax.Device]:
     """Return the most of JAX's devices that share the seeds evenly."""
     devices = jax.devices()
-    number = max(count for count in range(1, len(devices) + 1) if seeds % count == 0)
-    return devices[:number]
+    return devices[: max(count for count in range(1, len(devices) + 1) if seeds % count == 0)]
 
 
 def over_seeds(function: Callable, devices: Sequence[jax.Device]) -> Callable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ import optax
 
 from grpo_jax.core.advantages import gdpo_advantages, groups_without_signal, sum_rewards
 from grpo_jax.core.aggregation import Mean, loss_normaliser
-from grpo_jax.core.losses import KLPenalty, grpo_loss
+from grpo_jax.core.losses import GRPOMetrics, KLPenalty, grpo_loss
 from grpo_jax.core.masking import masked_whiten
-from grpo_jax.core.ppo import ppo_loss, value_loss
+from grpo_jax.core.ppo import value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
 from grpo_jax.core.surrogates import Clip
 from grpo_jax.models.layers import make_mlp
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 
 Metrics = dict[str, jax.Array]
-Learned = tuple[tuple[PyTree, PyTree], Metrics]  # parameters and Optax's state, metrics of the updates
+Optimizer = optax.GradientTransformation
+Learner = tuple[PyTree, PyTree]  # parameters and Optax's state
+Learned = tuple[Learner, Metrics]  # after updates, and their metrics
 
 _INIT_STREAM = 2**31 - 1
 _EVALUATION_STREAM = 2**31 - 2
@@ -153,7 +155,7 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metr
     for index, name in enumerate(algorithm.objectives):
         metrics[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))
         metrics[f"zero_variance_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
-    return Batch(episodes.observations, episodes.actions, logprobs, flat, mask=episodes.mask), metrics
+    return Batch(episodes.observations, episodes.actions, logprobs, flat, episodes.mask), metrics
 
 
 def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: Steps) -> tuple[Batch, Metrics]:
@@ -161,8 +163,7 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
     algorithm = config.algorithm
     values = critic(params["value"], steps.observations)
     next_values = critic(params["value"], steps.next_observations)
-    positions = steps.next_observations[..., 0]
-    each = [objective_rewards(name, positions) for name in algorithm.objectives]
+    each = [objective_rewards(name, steps.next_observations[..., 0]) for name in algorithm.objectives]
     rewards = jnp.stack(each, axis=-1) @ _weights(algorithm)
     ended = steps.terminated | steps.truncated
     advantages = gae_advantages(
@@ -181,7 +182,7 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
 
 
 def group_updates(
-    config: CartPoleConfig, apply: Callable, optimizer: optax.GradientTransformation, start: tuple, batch: Batch
+    config: CartPoleConfig, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch
 ) -> Learned:
     """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step."""
     assert batch.mask is not None
@@ -190,20 +191,8 @@ def group_updates(
     used = largest(jnp.sum(chunks.mask.any(axis=(1, 2)), dtype=jnp.int32))
 
     def loss(params, chunk):
-        log_odds = apply(params["policy"], chunk.observations)
-        return grpo_loss(
-            action_logprobs(log_odds, chunk.actions),
-            chunk.old_logprobs,
-            chunk.advantages,
-            chunk.mask,
-            surrogate=Clip(CLIP, CLIP),
-            aggregation="token",
-            normaliser=whole,
-            kl=KLPenalty(KL_COEF),
-            ref_logprobs=chunk.old_logprobs,
-            entropy=action_entropy(log_odds),
-            entropy_coef=ENTROPY_COEF,
-        )
+        kl = {"kl": KLPenalty(KL_COEF), "ref_logprobs": chunk.old_logprobs}
+        return _policy_loss(apply, params, chunk, normaliser=whole, **kl)
 
     gradient = jax.value_and_grad(loss, has_aux=True)
     shapes = jax.eval_shape(gradient, start[0], jax.tree.map(lambda x: x[0], chunks))
@@ -223,12 +212,7 @@ def group_updates(
 
 
 def step_updates(
-    config: CartPoleConfig,
-    apply: Callable,
-    optimizer: optax.GradientTransformation,
-    start: tuple,
-    batch: Batch,
-    key: jax.Array,
+    config: CartPoleConfig, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch, key: jax.Array
 ) -> Learned:
     """Make PPO's updates: the times are shuffled and cut into minibatches, each with all carts, alike in all epochs.
 
@@ -238,17 +222,8 @@ def step_updates(
 
     def loss(params, part):
         mask = jnp.ones_like(part.actions)
-        log_odds = apply(params["policy"], part.observations)
-        policy, metrics = ppo_loss(
-            action_logprobs(log_odds, part.actions),
-            part.old_logprobs,
-            masked_whiten(part.advantages, mask),
-            mask,
-            clip_low=CLIP,
-            clip_high=CLIP,
-            entropy=action_entropy(log_odds),
-            entropy_coef=ENTROPY_COEF,
-        )
+        part = part._replace(mask=mask, advantages=masked_whiten(part.advantages, mask))
+        policy, metrics = _policy_loss(apply, params, part)
         values = apply(params["value"], part.observations)
         value, of_value = value_loss(values, None, part.returns, mask, clip=None)
         metrics = metrics._asdict() | {"value_loss": of_value.loss}
@@ -268,9 +243,25 @@ def step_updates(
     return learned, jax.tree.map(jnp.mean, metrics)
 
 
+def _policy_loss(apply: Callable, params: PyTree, batch: Batch, **options: Any) -> tuple[jax.Array, GRPOMetrics]:
+    """Return the clipped loss with an entropy bonus, mean over steps; `options` are those of `grpo_loss`."""
+    log_odds = apply(params["policy"], batch.observations)
+    return grpo_loss(
+        action_logprobs(log_odds, batch.actions),
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        surrogate=Clip(CLIP, CLIP),
+        aggregation="token",
+        entropy=action_entropy(log_odds),
+        entropy_coef=ENTROPY_COEF,
+        **options,
+    )
+
+
 def _apply_gradient(
-    optimizer: optax.GradientTransformation, carry: tuple, loss: jax.Array, metrics: dict[str, Mean], grads: PyTree
-) -> tuple[tuple, Metrics]:
+    optimizer: Optimizer, carry: Learner, loss: jax.Array, metrics: dict[str, Mean], grads: PyTree
+) -> Learned:
     """Return (parameters, Optax's state) after an update, and its metrics under the names of language runs."""
     params, opt_state = carry
     updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -328,9 +319,7 @@ def make_train(config: CartPoleConfig) -> Training:
     def evaluate(state: Carry) -> Metrics:
         key = jax.random.fold_in(jax.random.fold_in(state.key, _EVALUATION_STREAM), state.iteration)
         starts = environment.reset(key, EPISODES)
-        measures = {name: jnp.mean(x) for name, x in environment.play_greedily(act(state), starts).items()}
-        counts = {"iteration": jnp.float32(state.iteration), "environment_steps": jnp.float32(state.steps)}
-        return measures | counts
+        return {name: jnp.mean(x) for name, x in environment.play_greedily(act(state), starts).items()}
 
     def block(state: Carry) -> tuple[Carry, Metrics, Metrics]:
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)

@@ -201,7 +201,7 @@ def title_baselines(
 
 
 Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
-"""Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
+"""Histories (rows of the catalogue, oldest first) → f32 [P, I], added to the log-probabilities."""
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:

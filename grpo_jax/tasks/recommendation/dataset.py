@@ -134,8 +134,8 @@ class Dataset(NamedTuple):
 
     Attributes:
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
-        known: What training knows of each user (`Split`).
-        notes: What a rule left out or changed.
+        known: Each user's training history (`Split`).
+        notes: Changes by a rule.
     """
 
     catalogue: Catalogue

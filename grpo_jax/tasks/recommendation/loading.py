@@ -22,13 +22,7 @@ from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
-from grpo_jax.tasks.recommendation.baselines import (
-    item_scores,
-    levelled,
-    make_prior,
-    taken_counts,
-    title_vectors,
-)
+from grpo_jax.tasks.recommendation.baselines import item_scores, levelled, make_prior, taken_counts, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset, sft_pairs
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
@@ -165,7 +159,7 @@ class Recommended(NamedTuple):
 Recommender = Callable[..., list[Recommended]]
 """recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
-"""Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
+"""Rows whose longest prompt sets the width of all → prompt → the policy's greedy completion."""
 BestItems = Callable[[Row, int], list[tuple[int, float]]]
 """A row and how many → the best rows of the catalogue and their scores."""
 

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from grpo_jax.config.fields import (
-    Count,
-    Length,
-    NonNegative,
-    PositiveCount,
-    Section,
-    Share,
-    require,
-)
+from grpo_jax.config.fields import Count, Length, NonNegative, PositiveCount, Section, Share, require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS, FUSED, PLACES, RANK
@@ -27,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class PriorSection(Section):
-    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone."""
+    """Statistics of the histories and their weights beside the policy's scores; all 0 for the policy alone."""
 
     history: NonNegative = 0.0
-    """A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in the query:
-    unit(text) + a · unit(history)."""
+    """Weight a of the similarity of a title to the history's. For a query it adds the history: unit(text) +
+    a · unit(history)."""
     together: NonNegative = 0.0
-    """B, the weight of how often an item was taken with those of the history."""
+    """Weight b of an item's co-occurrence with those of the history."""
     following: NonNegative = 0.0
-    """C, the weight of the share in which an item came right after those of the history."""
+    """Weight c of P(item right after those of the history)."""
     decay: Share = 0.7
-    """Weight of each older item of the history."""
+    """Factor of the weight of each older item of the history."""
 
     @property
     def used(self) -> bool:
@@ -46,33 +38,33 @@ class PriorSection(Section):
 
 
 class Recommendation(Task):
-    """Write what a user looks for next; the reward is the rank of the item that came next."""
+    """Write a user's next query; the reward is the rank of the item that came next."""
 
     source: str = "dummy"
     """"dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV of events
-    with user_id, item_id and timestamp (`data.columns` renames them); "" if it is still to be given."""
+    with user_id, item_id and timestamp (`data.columns` renames them); "" must be set."""
     catalogue: str | None = None
-    """Items and titles (.tsv or .csv); none for the dummy world."""
+    """Items and titles (.tsv or .csv); null for the dummy world."""
     writes: Literal["query", "title", "item"] = "query"
-    """What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its "title"
-    or by a word that is the "item"'s alone: then the policy ranks the catalogue itself."""
+    """A completion is a "query", with which the retriever ranks the catalogue; or an item, as its "title" or as the
+    "item"'s own word. Then the policy ranks the catalogue itself."""
     template: str = "{history}"
-    """The prompt; {history} stands for the titles, {last} for the newest, {items} for the items' own words."""
+    """The prompt, with {history} for the titles, {last} for the newest title, {items} for the items' own words."""
     history_items: PositiveCount = 4
-    """How many of the newest titles a prompt lists."""
+    """Number of newest titles in a prompt."""
     title_characters: Count = 60
-    """Titles in prompts are cut to so many characters; 0 for never."""
+    """Longest title in a prompt, in characters; 0 for no limit."""
     separator: str = "\n"
-    """What stands between two titles."""
+    """Separator of two titles."""
     dummy_users: Length = 2000
     """Users of the dummy world."""
     dummy_items: Length = 2000
     """Its items, rounded up to a multiple of 280."""
     retrieval: RetrievalSection = Field(default_factory=RetrievalSection)
-    """What ranks the items."""
+    """The retriever that ranks the items."""
     prior: PriorSection = Field(default_factory=PriorSection)
-    """What is added to the log-probabilities of a policy that ranks them itself, for a second ranking. Of one that
-    writes queries its `history` is a part of every query: one that says nothing asks with the history."""
+    """Prior, added to the log-probabilities of a policy that ranks the items, for a second ranking. For a policy that
+    writes queries, `history` adds the history to every query."""
 
     default_config: ClassVar[str | None] = "recommendation_dummy"
     display: ClassVar[Display] = Display(
@@ -83,7 +75,7 @@ class Recommendation(Task):
     )
 
     def __post_init__(self) -> None:
-        """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
+        """Check fields against each other; other ranges are checked later, before anything is loaded."""
         dummy = self.source == "dummy"
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         expected = f"a file with the titles of the items of {self.source}"

@@ -50,6 +50,11 @@ def test_states_are_those_of_transformers(world, see):
     np.testing.assert_array_equal(seen.grid[0], [[3, 5], [2, 2], [0, 0]])
 
 
+@pytest.mark.parametrize(
+    "world",  # the gradients of the others are part of test_seeing.py's
+    ["qwen2_vl", *(pytest.param(name, marks=pytest.mark.wide) for name in ("qwen2_5_vl", "qwen3_vl"))],
+    indirect=True,
+)
 def test_gradients_are_those_of_torch(world):
     rows = tiny.draw(world.config, seed=1)
     pictures = tiny.packed(rows, world.config)

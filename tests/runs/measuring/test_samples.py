@@ -1,14 +1,19 @@
-"""Several completions of each held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run."""
+"""Several completions of each held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run.
+
+What its config says of sampling holds there in training, in what is measured, and in `predict`.
+"""
 
 import itertools
 import json
 import math
 
 import numpy as np
+import pyarrow.parquet
 import pytest
-from support.text_task import steered_run
+import yaml
+from support.text_task import train_values
 
-from grpo_jax import evaluate
+from grpo_jax import evaluate, load_rewriter
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.loading import load
@@ -42,8 +47,17 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
 
 
 @pytest.fixture(scope="module")
-def run(place):
-    return steered_run(place)
+def run(place, tmp_path_factory):
+    """One step in which all is named that changes how completions are drawn and measured."""
+    folder = tmp_path_factory.mktemp("steered")
+    values = yaml.safe_load(place.config.read_text())
+    values["algorithm"] = {}
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
+    values["sampling"] = {"group_size": 10, "max_new_tokens": 12, "stop": [*"0123456789", "aa", *"ABCDEFGH"]}
+    values["data"] |= {"forbidden_tokens": ["b", *"cdefg", 40]}
+    values["evaluation"] = {"every": 0, "samples": 6, "temperature": 0.7, "pass_threshold": 0.375}
+    train_values(values, folder / "run", judge="work:0")
+    return folder / "run"
 
 
 def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
@@ -112,3 +126,23 @@ def test_evaluate_takes_other_settings(run, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "2 completions of each held-out prompt at temperature 1.5." in told and "pass@2" in told
     assert "pass@4" not in told
+
+
+def test_completions_are_as_the_config_says(run):
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    stops, texts = run_config(run).sampling.stop, [row["raw_completion"] for row in table]
+    assert not any(letter in text for text in texts for letter in "bcdefg")
+    stopped = [text for text in texts if any(stop in text for stop in stops)]
+    assert len(stopped) > 5
+    for text in stopped:  # nothing behind it: the stop string is complete with the last token
+        assert any(text.endswith(stop) for stop in stops) and not any(stop in text[:-1] for stop in stops)
+    # Every token is a byte: a text of so many tokens without a stop string was cut, or ended by itself.
+    assert not any(row["truncated"] for row in table if row["raw_completion"] in stopped)
+
+
+def test_predict_honours_it_too(run):
+    rewrite = load_rewriter(run)
+    texts = [rewrite(f"{letter} tree") for letter in "abcdef"]
+    assert not any(stop in text[:-1] for stop in run_config(run).sampling.stop for text in texts)
+    assert not any(letter in text for text in texts for letter in "bcdefg")
+    assert any(texts)

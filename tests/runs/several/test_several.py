@@ -70,6 +70,7 @@ def bright(prompts, completions, *, images, **columns):
 """
 
 
+@pytest.mark.wide  # most of a minute
 def test_two_processes_end_with_summary_and_report(place, tmp_path):
     """The report draws the first test prompts, which are fewer than it has places for, in all processes."""
     run, file = tmp_path / "run", tmp_path / "painter.py"
@@ -78,7 +79,7 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
     values |= {"task": "prompt_enhancement", "algorithm": {}, "rewards": [f"{file}:bright"]}
     values["judges"] = dict.fromkeys(("renderer", "scorer"), f"{file}:Painter")
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    values["evaluation"] = {"prompts": 2, "validation_prompts": 2}
+    values["evaluation"] = {"prompts": 2, "validation_prompts": 2, "samples": 0, "every": 0}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     first, second = ended(start(place._replace(config=tmp_path / "config.yaml"), run))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr

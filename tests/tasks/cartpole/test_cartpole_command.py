@@ -97,12 +97,6 @@ def test_seeds_spread_over_devices_learn_alike(finished, monkeypatch):
     assert [len(program.seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
 
 
-def test_the_task_decides_the_fields():
-    assert parse(["--task", "cartpole"]) == parse(["--config", "cartpole_grpo"])
-    changed = parse(["--config", "cartpole_grpo", "--algorithm.gamma=0.9", "--algorithm.group_size", "8"])
-    assert changed.algorithm.gamma == 0.9 and changed.algorithm.group_size == 8
-
-
 def test_a_resume_with_other_values_is_refused(finished, capsys):
     folder, _ = finished
     config = (folder / "config.yaml").read_text()

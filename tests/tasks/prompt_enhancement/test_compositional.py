@@ -8,15 +8,9 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.tasks.prompt_enhancement_task import (
-    COLOURS,
-    KINDS,
-    OBJECTS,
-    _prompts,
-    compositional_records,
-    split_of,
-    wishes,
-)
+from grpo_jax.tasks.prompt_enhancement_task import _prompts, compositional_records
+from scripts import compositional
+from scripts.compositional import COLOURS, KINDS, OBJECTS, split_of, wishes
 
 SPLITS = ("train", "validation", "test")
 ALL = {split: compositional_records(split, 10**6) for split in SPLITS}
@@ -31,6 +25,10 @@ def test_splits_share_no_prompt_and_no_combination():
         assert not combinations[one] & combinations[other]
         assert not {row["prompt"] for row in ALL[one]} & {row["prompt"] for row in ALL[other]}
     assert min(map(len, combinations.values())) > 100
+
+
+def test_the_file_is_what_the_script_makes():
+    assert compositional.TARGET.read_text(encoding="utf-8") == compositional.text()
 
 
 @pytest.mark.parametrize("split", SPLITS)

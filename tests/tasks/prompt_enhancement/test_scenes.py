@@ -11,6 +11,7 @@ pytest.importorskip("open_clip")
 pytest.importorskip("diffusers")
 
 
+@pytest.mark.wide  # a dozen seconds; tests/bridges/test_scenes.py draws and measures each kind
 def test_each_kind_is_measured_and_its_oracle_is_right(tmp_path):
     arguments = ["--training.max_steps=1", "--evaluation.prompts=48", "--evaluation.validation_prompts=1"]
     small = ["--training.prompts_per_batch=4", "--sampling.group_size=2", "--training.inner_epochs=1"]

@@ -1,4 +1,7 @@
-"""The section on one's own catalogue: its commands as they stand, in a folder with files of the forms it shows."""
+"""The section on one's own catalogue: its commands as they stand, in a folder with files of the forms it shows.
+
+The run itself is wide: test_recommendation_run.py has one, and ranking/test_ranking_titles.py asks a recommender.
+"""
 
 import itertools
 import json
@@ -63,6 +66,7 @@ def summary(run):
     return json.loads((run / "summary.json").read_text())
 
 
+@pytest.mark.wide
 def test_the_commands_of_the_page_recommend(shop, run, monkeypatch, capsys):
     monkeypatch.chdir(shop)
     assert all(line in (shop / "items.tsv").read_text() for line in re.findall(r"^i\d+\t.*$", PAGE, re.MULTILINE))
@@ -74,6 +78,7 @@ def test_the_commands_of_the_page_recommend(shop, run, monkeypatch, capsys):
     assert [len(json.loads(line)["items"]) for line in capsys.readouterr().out.splitlines()] == [5, 5]
 
 
+@pytest.mark.wide
 def test_words_of_items_begin_where_their_titles_lie(run):
     tokenizer = json.loads((run / "policy_start" / "tokenizer.json").read_text())
     tensors = load_file(run / "policy_start" / "model.safetensors")
@@ -86,6 +91,7 @@ def test_words_of_items_begin_where_their_titles_lie(run):
     np.testing.assert_allclose(out @ value, np.diag([1.0] * 15 + [0.0]) / 4, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_the_table_tells_policy_prior_and_both_apart(run, summary):
     listed = ["prior alone", *(f"policy, {when}{kind}" for when in ("before", "after") for kind in ("", " + prior"))]
     measured, text = {line["method"] for line in summary["table"]}, (run / "train.log").read_text()
@@ -101,6 +107,7 @@ def test_the_table_tells_policy_prior_and_both_apart(run, summary):
     assert 0 <= summary["evaluation"]["ndcg@10"]["before"] <= 1 == summary["evaluation"]["ndcg@10"]["oracle"]
 
 
+@pytest.mark.wide
 def test_a_trained_run_recommends(shop, run, monkeypatch):
     monkeypatch.chdir(shop)
     asked = load_recommender(run)
@@ -114,6 +121,7 @@ def test_a_trained_run_recommends(shop, run, monkeypatch):
     assert asked(["i7"] * 50 + [TITLES[3]] * 2 + ["i7"], 5) == found
 
 
+@pytest.mark.wide
 def test_a_file_is_answered_line_by_line(shop, run, monkeypatch, capsys):
     """What no item is called is skipped with a note, and a history without any gets the popular."""
     monkeypatch.chdir(shop)
@@ -130,6 +138,7 @@ def test_a_file_is_answered_line_by_line(shop, run, monkeypatch, capsys):
     assert third["history"] == ["i7", wide]
 
 
+@pytest.mark.wide
 def test_what_is_excluded_is_never_recommended(shop, run, monkeypatch, capsys):
     monkeypatch.chdir(shop)
     first = [item.item for item in load_recommender(run)(["i3", "i7"], 5)]
@@ -139,6 +148,7 @@ def test_what_is_excluded_is_never_recommended(shop, run, monkeypatch, capsys):
     assert len(found) == 10 and not {*first} & {*found}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [

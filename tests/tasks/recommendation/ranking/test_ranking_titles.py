@@ -12,6 +12,7 @@ from support.shop_files import write_shop
 
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
+from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
@@ -78,11 +79,14 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     assert measured == pytest.approx(np.mean(1 / ranks), abs=2e-3) and max(ranks) > 100
 
 
-def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(run, restored):
+def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(run, restored, capsys):
     titles = restored[2].catalogue.titles
     found = load_recommender(run)([titles[3]], 280)
     assert len(found) == 279 and 0.5 < sum(math.exp(item.score) for item in found) < 1
     assert found[0].score > found[-1].score
+    assert recommend_main(["--run", str(run), "--history", titles[3], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["items"]
+    assert [item["item"] for item in told] == [item.item for item in found[:10]]
 
 
 def test_predict_writes_a_title_of_the_catalogue(run, restored, capsys):

@@ -26,8 +26,7 @@ import numpy as np
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
-    # The best of each group alone; its loss is an eighth of one on the best alone, and so are the other terms.
-    "raft": ["--algorithm.advantage", "raft", "--algorithm.kl_coef", "0.0075", "--algorithm.entropy_coef", "0.00375"],
+    "raft": ["--algorithm.advantage", "raft"],  # the best of each group alone
     "ppo": ["--config", "prompt_enhancement_ppo"],
     "shuffled": ["--algorithm.advantage", "gdpo"],
     "scenes": ["--config", "prompt_enhancement_scenes"],

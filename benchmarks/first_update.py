@@ -2,10 +2,10 @@
 
     python benchmarks/first_update.py [small default]
 
-`small` is a text run of the size of grpo_iteration.py's case, by a Llama with random weights; `default` is `grpo train`
-without a config, its measurement before training included. Seconds end when the first row of metrics.jsonl (TRL: the
-worker's report) is written; CPU seconds are those of the whole process. Prints JSON lines, the machine and its load
-first.
+`small` is a text run of the size of grpo_iteration.py's case, by a Llama with random weights (TRL: that case's Qwen2);
+`default` is `grpo train` without a config, its measurement before training included. Seconds end when the first row of
+metrics.jsonl (TRL: the worker's report) is written; CPU seconds are those of the whole process. Prints JSON lines, the
+machine and its load first.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def main() -> None:
                 row[run.name] = measure(words, run / "metrics.jsonl", env)
             if case != "default":
                 shape, out = work.CASES[case], root / "trl.json"
-                told = work.Assignment(shape, root / case, 1, os.cpu_count() or 1, "plain", "wall", out)
+                policy = grpo_iteration.make_folder(shape, root)
+                told = work.Assignment(shape, policy, 1, os.cpu_count() or 1, "plain", "wall", out)
                 words = [sys.executable, str(Path(__file__).with_name("iteration_trl.py")), *work.command_line(told)]
                 row["trl"] = measure(words, out, grpo_iteration.environment(told.threads))
             print(json.dumps(row), flush=True)

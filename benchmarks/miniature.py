@@ -1,6 +1,6 @@
 """What the default run learns: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo raft ppo shuffled scenes]
+    python benchmarks/miniature.py [--seeds 0 1 2 | --fresh 20] [--variants gdpo grpo raft ppo shuffled scenes]
                                    [--jobs 1] [--out DIR]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,19 @@ import numpy as np
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
-    # The best of each group alone; its loss is an eighth of one on the best alone, and so are the other terms.
-    "raft": ["--algorithm.advantage", "raft", "--algorithm.kl_coef", "0.00125", "--algorithm.entropy_coef", "0.00375"],
+    "raft": ["--algorithm.advantage", "raft"],  # the best of each group alone
     "ppo": ["--config", "prompt_enhancement_ppo"],
     "shuffled": ["--algorithm.advantage", "gdpo"],
     "scenes": ["--config", "prompt_enhancement_scenes"],
     "scenes_shuffled": ["--config", "prompt_enhancement_scenes"],
 }
+
+
+def fresh_seeds(count: int) -> list[int]:
+    """Return the first of twenty fixed seeds, small and large in turn: nothing was chosen on them."""
+    rng = np.random.default_rng(51)
+    small, large = rng.choice(np.arange(200, 1000), 10, replace=False), rng.integers(2**20, 2**31, 10)
+    return np.stack([np.sort(small), np.sort(large)], axis=1).ravel()[:count].tolist()
 
 
 def shuffled(score, seed: int):
@@ -46,8 +53,8 @@ def shuffled(score, seed: int):
     return permuted
 
 
-def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
-    """A single run in this process."""
+def one(options: list[str], change=None) -> None:
+    """A single run in this process; `change` makes another score of its own."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.ahead import compile_ahead
@@ -56,12 +63,16 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     from grpo_jax.runs.session import Callbacks, Session, stop_requests
     from grpo_jax.runs.trainer import Trainer
 
-    config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
+    config = parse(options)
+    algorithm, size = config.algorithm, config.sampling.group_size
+    if algorithm.advantage == "raft":  # its loss is 1 / G of one on the best alone, and so are the other terms
+        coefficients = {"kl_coef": algorithm.kl_coef / size, "entropy_coef": algorithm.entropy_coef / size}
+        config = config.replace(algorithm=algorithm.replace(**coefficients))
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
         ctx = load(config, info=output.info, ahead=compile_ahead)
-        if variant.endswith("shuffled"):
-            ctx = ctx._replace(fns=ctx.fns._replace(score=shuffled(ctx.fns.score, seed)))
+        if change is not None:
+            ctx = ctx._replace(fns=ctx.fns._replace(score=change(ctx.fns.score)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
             trainer = Trainer(Session(config, output, checkpoints, stop, Callbacks(), clock), ctx)
             trainer.begin()
@@ -128,16 +139,20 @@ def kinds_table(results: list[dict]) -> str:
 def main() -> None:
     """Runs everything and prints the figures."""
     if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+        variant, seed, run_dir, *extra = sys.argv[2:]
+        change = partial(shuffled, seed=int(seed)) if variant.endswith("shuffled") else None
+        one(["--seed", seed, "--run_dir", run_dir, *VARIANTS[variant], *extra], change)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--fresh", type=int, default=0, help="So many of twenty fixed seeds, in place of --seeds.")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="Runs at once; seconds are comparable for 1 alone.")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark") / time.strftime("%Y%m%d-%H%M%S"))
     options, extra = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    jobs = [(variant, seed) for variant in options.variants for seed in options.seeds]
+    seeds = fresh_seeds(options.fresh) or options.seeds
+    jobs = [(variant, seed) for variant in options.variants for seed in seeds]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda job: measure(*job, options.out, extra), jobs))
     report = {

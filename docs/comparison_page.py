@@ -145,7 +145,28 @@ def verdict(results: dict[str, Any]) -> str:
 
 PAGE = """# PPO, GRPO and GDPO on one page
 
-[`docs/make_comparison.py`](make_comparison.py) measured and made everything here, from
+## When to take which
+
+| algorithm | take it for | measured |
+| --- | --- | --- |
+| GRPO | one reward, or several in one unit that agree | [CartPole](#one-objective-cartpole): as many steps as PPO, without a value network |
+| GDPO | rewards of different units or spreads | a rare right answer beside noise of spread 1 pays 10, 1, .1, .01: learned to .99, .99, .99, .99; GRPO .99, .97, .05, .03 |
+| RAFT | a control: is each group's best enough? | the same: .99, .98, .15, .04, for it compares sums too |
+| PPO | rewards along an episode, with a state that predicts them | CartPole: .9 s of training against GRPO's 1.6 |
+
+The rare answer is one of 32, in a table of logits, eight seeds: the [tutorial's page](tutorial/6_several_rewards.md#a-rare-answer-beside-a-noisy-reward)
+prints the figures. GRPO with weight 100 at .01 is GRPO at 1: its weights must be searched, GDPO's need not.
+
+None of them
+
+- resolves a conflict. Where an easy reward excludes a hard one, GRPO, RAFT and GDPO learn the easy one: right .04, .03
+  and .09. With a [condition](algorithms.md#1-rewards) on it: .99, .97 and 1.00.
+- knows which reward matters. GDPO gives a useless one the same voice as a useful one: take it out, or weigh it less.
+- learns from a group without differences. An answer that is never sampled gets no advantage.
+
+## How this page is made
+
+[`docs/make_comparison.py`](make_comparison.py) measured and made what follows, from
 [`docs/comparison.json`](comparison.json):
 
     pip install -e ".[cartpole,figures]"

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(name: str) -> NoReturn:
     if name == "resume":
-        raise UserError("resume: say which run, as in resume runs/my_run")
+        raise UserError("resume: give the run's folder, as in resume runs/my_run")
     near = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_COMMANDS)}"
     raise UserError(f"{short_name(name)}: no such command; {hint}")

@@ -143,7 +143,7 @@ def _default_files(own: Mapping[str, str], helping: bool) -> list[Path]:
     run_dir, task = own.get("run_dir"), own.get("task", own.get(f"task.{KEY}"))
     if own.get("resume") == "true" and (run_dir is not None or not helping):
         if run_dir is None:
-            raise UserError("--resume: say which run with --run_dir DIR")
+            raise UserError("--resume: give the run's folder by --run_dir DIR")
         if not os.path.isfile(Path(run_dir) / "config.yaml"):
             raise UserError(f"--resume: {short_name(run_dir)} holds no run (no config.yaml); start it without --resume")
         return [Path(run_dir) / "config.yaml"]

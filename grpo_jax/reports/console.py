@@ -189,6 +189,6 @@ def suspicions(summary: Values) -> list[str]:
         before, after = (math.nan if (value := values.get(when)) is None else value for when in ("before", "after"))
         lines.append(
             f"suspect: {name} fell from {before:.3g} to {after:.3g} while the reward rose: the policy may please the "
-            "reward alone; look at what it wrote"
+            "reward alone; read its completions"
         )
     return lines

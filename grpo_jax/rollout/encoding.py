@@ -128,7 +128,7 @@ def make_encode(
             positions += sum(max(grid) // vision.merge for grid in grids) - sum(lengths)
         if context_length is not None and positions > context_length:
             raise UserError(
-                f"{prompt}, and what is written behind it up to {completion_tokens}: {positions} positions, and the "
+                f"{prompt} and its {completion_tokens} completion tokens take {positions} positions, but the "
                 f"policy has {context_length} (max_position_embeddings in its config.json): lower "
                 "sampling.max_new_tokens or shorten the prompt"
             )
@@ -293,7 +293,7 @@ def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFold
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
         ("sampling.stop", bool(config.sampling.stop)),
     ):
-        require(not changed, name, "its default: the task lists what may be written", "another")
+        require(not changed, name, "its default: the task lists the possible texts", "another")
     most, gap = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
     unknown = folder.tokenizer.unk_token_id
     numbers: dict[tuple[int, ...], int] = {}

@@ -113,7 +113,7 @@ def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bo
         same = np.flatnonzero(np.isin(rows.facts["digest"], digests))
         if apart and same.size:
             example = short_repr(rows[int(same[0])].prompt)
-            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
+            raise UserError(f"{where}: {same.size} of its prompts are in another part too, such as {example}")
         digests = np.concatenate([digests, rows.facts["digest"]])
         parts[part] = rows
         first = int(rows.facts["id"][-1]) + 1

@@ -413,7 +413,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             return content
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise UserError(f"{MANIFEST} is missing or differs from what was written")
+    raise UserError(f"{MANIFEST} is missing or damaged")
 
 
 def find_damage(folder: Path) -> str:
@@ -426,7 +426,7 @@ def find_damage(folder: Path) -> str:
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if _digest(folder / name) != digest:
-                return f"{name} differs from what was written"
+                return f"{name} differs from its digest"
     except (UserError, OSError) as error:
         return str(error)
     return ""

@@ -43,13 +43,7 @@ from grpo_jax.rollout.encoding import Encoded, choices_trie, make_decode, make_e
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.reward_registry import (
-    ResolvedRewards,
-    bind,
-    judge_named,
-    require_columns,
-    resolve_rewards,
-)
+from grpo_jax.rollout.reward_registry import ResolvedRewards, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.rewards import Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.metrics import require_names

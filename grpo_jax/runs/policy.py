@@ -161,7 +161,7 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
 def _check_room(config: Config, limit: int | None) -> None:
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
-        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
+        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "sampling.turns with their observations"
         raise UserError(
             f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
             f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"

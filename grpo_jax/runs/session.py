@@ -271,7 +271,7 @@ class Session:
         progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
         require_same(progress.identity, self.config, task, checkpoints.folder)
         if progress.iteration > iterations:
-            raise UserError(f"--resume: {progress.iteration} iterations are done, and the run is to have {iterations}")
+            raise UserError(f"--resume: {progress.iteration} iterations are done, more than the run's {iterations}")
         return progress
 
     def keep_config(self) -> None:
@@ -359,7 +359,7 @@ def nothing_judged(progress: Progress, run_dir: str) -> str:
         return ""
     return (
         f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))}). Saved after "
-        f"iteration {done}; fix the rewards, or what they ask, and {_again(run_dir, done < iterations)}"
+        f"iteration {done}; fix the rewards or their judges, and {_again(run_dir, done < iterations)}"
     )
 
 

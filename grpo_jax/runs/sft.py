@@ -124,7 +124,7 @@ def run_sft(
             if skipped >= min(PATIENCE, section.steps):
                 raise UserError(
                     f"sft: the loss or its gradient was not finite in {skipped} updates in a row, which were left "
-                    "out; lower sft.learning_rate, or look for what is wrong with the policy's weights"
+                    "out; lower sft.learning_rate, or check the policy's weights"
                 )
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
@@ -187,8 +187,7 @@ def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] =
     env, texts, left = ctx.fns.env, texts_of(pair), list(grids)
     if len(texts) > ctx.config.sampling.turns:
         raise UserError(
-            f"sft.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
-            f"{ctx.config.sampling.turns}"
+            f"sft.steps: the task's pairs have {len(texts)} turns, but sampling.turns is {ctx.config.sampling.turns}"
         )
     ids, learned = [], []
     for number, text in enumerate(texts):

@@ -167,7 +167,7 @@ class Trainer:
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
         if written < rows:
-            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: what is missing stays so")
+            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: missing rows stay missing")
         output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
             output.info(

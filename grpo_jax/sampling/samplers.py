@@ -69,9 +69,9 @@ def make_samplers(
     ends = named_ends(section, policy.folder, allowed)
     rank = None
     if trie is not None:
-        require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
+        require(section.turns == 1, "sampling.turns", "1: the task lists the possible texts", section.turns)
         unmasked = section.sampling_mask == "none"
-        require(unmasked, "sampling.sampling_mask", "none: the task lists what may be written", section.sampling_mask)
+        require(unmasked, "sampling.sampling_mask", "none: the task lists the possible texts", section.sampling_mask)
         rank = _gathered(make_ranker(policy, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
     def sampler(

@@ -47,9 +47,7 @@ class PromptRefinement(PictureTask):
     def check(self, config: Config) -> None:
         """Refuse settings that no picture task has, and a single turn."""
         super().check(config)
-        require(
-            config.sampling.turns >= 2, "sampling.turns", "at least 2, to fix what was drawn", config.sampling.turns
-        )
+        require(config.sampling.turns >= 2, "sampling.turns", "at least 2, to see its picture", config.sampling.turns)
         require(config.data.form == "rewrite", "data.form", "'rewrite'", config.data.form)
 
     def load(self, setup: TaskSetup) -> TaskData:

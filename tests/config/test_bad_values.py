@@ -108,7 +108,7 @@ train | train: expected an option, such as --config FILE
 --task=prompt_enhancement --data.tools=[a.py:add] --sampling.turns=2 | data.tools: expected JSON schemas with this task
 --data.form=append '--data.tools=[{{type: function, function: {{name: sit}}}}]' | data.tools: expected nothing with form
 --data.chat_template_options.today=soon | chat_template_options.today: expected "YYYY-MM-DD", got 'soon'
---task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to fix what was drawn, got 1
+--task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to see its picture, got 1
 --task=environment --task.environment=[a.py:A] --data.prompts=a.jsonl | data.prompts: expected nothing
 --task=environment --task.environment=[a.py:A] --data.validation=a.jsonl | data.validation: expected nothing
 --task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing

@@ -91,7 +91,7 @@ def test_without_a_config_it_is_the_tasks_default_or_the_run_that_is_resumed(tmp
     for form in (["--run_dir", str(tmp_path)], [f"--run_dir={tmp_path}"]):
         config = parse(["--resume", *form])
         assert config.seed == 11 and config.resume and config.run_dir == str(tmp_path)
-    with pytest.raises(UserError, match="--resume: say which run with --run_dir DIR"):
+    with pytest.raises(UserError, match="--resume: give the run's folder by --run_dir DIR"):
         parse(["--resume"])
 
 
@@ -171,7 +171,7 @@ def test_commands_reach_their_runs(tmp_path, capsys):
         line = capsys.readouterr().err
         assert gone in line and "no config.yaml" in line and not (tmp_path / "gone").exists()
     assert __main__.main(["resume"]) == 2
-    assert "resume: say which run, as in resume runs/my_run" in capsys.readouterr().err
+    assert "resume: give the run's folder, as in resume runs/my_run" in capsys.readouterr().err
     for words in ([], ["--help"]):
         assert __main__.main(words) == 0
         shown = capsys.readouterr().out

@@ -115,9 +115,9 @@ def test_parts_may_be_files_of_their_own(tmp_path):
     assert [[row.prompt[0] for row in part] for part in parts] == [list("abcd"), list("ef"), ["g"]]
     assert len({row.id for part in parts for row in part}) == 7
     assert [len(part) for part in load_prompts(tmp_path / "train.txt", test=places["test"])] == [4, 0, 1]
-    with pytest.raises(UserError, match=r"data.test: 1 of its prompts stand in another part too, such as 'a tree'"):
+    with pytest.raises(UserError, match=r"data.test: 1 of its prompts are in another part too, such as 'a tree'"):
         load_prompts(tmp_path / "train.txt", test=str(tmp_path / "more.txt"))
-    with pytest.raises(UserError, match=r"data.test: 2 of its prompts stand in another part too, such as 'e tree'"):
+    with pytest.raises(UserError, match=r"data.test: 2 of its prompts are in another part too, such as 'e tree'"):
         load_prompts(tmp_path / "train.txt", validation=places["validation"], test=places["validation"])
     (tmp_path / "split.jsonl").write_text('{"prompt": "z", "split": "test"}')
     with pytest.raises(UserError, match=r'data.test: its rows have a "split"; name one file for all'):

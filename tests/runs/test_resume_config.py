@@ -97,12 +97,12 @@ def test_what_is_learned_may_not_change_and_every_field_is_named(config, finishe
 def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, tmp_path, capsys):
     run = rewound(finished, tmp_path / "run", 2)
     assert train_here(config, run, "--resume", "--training.max_steps=1") == 2
-    assert capsys.readouterr().err == "error: --resume: 2 iterations are done, and the run is to have 1\n"
+    assert capsys.readouterr().err == "error: --resume: 2 iterations are done, more than the run's 1\n"
     (run / "metrics.jsonl").unlink()
     assert train_here(config, run, "--resume", "--training.max_steps=3") == 0
     out = capsys.readouterr().out
     assert "the run has 3 iterations now, it had 2: schedules go by the new length" in out
-    assert "warning: metrics.jsonl has 0 rows of 2 iterations: what is missing stays so" in out
+    assert "warning: metrics.jsonl has 0 rows of 2 iterations: missing rows stay missing" in out
     (row,) = rows(run)
     # The third update of a cosine over 3, behind a warm-up of 1.
     assert row["step"] == 3 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi / 2)), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Compile what a run's start needs in threads, while its judges are imported and loaded."""
+"""Compile what a run's start needs in threads, while its judges are loaded."""
 
 from __future__ import annotations
 

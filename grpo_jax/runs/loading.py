@@ -137,7 +137,7 @@ def load(
 
     `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
     outside this process when the run ends. Of several processes process 0 alone loads judges. A run that trains has
-    `ahead`, which is called with everything but the judges, before these are imported.
+    `ahead`, which is called with everything but the judges, before these are loaded.
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
@@ -169,6 +169,7 @@ def load(
             with judge_named(name):
                 judge.check()
 
+    on_all_processes(check_judges)
     devices = policy_devices(placement, config.policy)
     on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
@@ -216,7 +217,6 @@ def load(
         learner = make_learner(config, policy, iterations, allowed_tokens=allowed, trie=trie)
         ctx = ctx._replace(learner=learner)
         ahead(ctx)
-    on_all_processes(check_judges)
 
     def load_judges() -> dict[str, Any]:
         judges = {}

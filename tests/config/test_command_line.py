@@ -223,7 +223,7 @@ COMPLETED = {
     'grpo completion ""': "bash zsh",
     "grpo train --algorithm.pre": "--algorithm.preset",
     "grpo resume runs/a --training.max_s": "--training.max_steps",
-    "grpo train --seed 1 --algorithm.preset d": "dr_grpo dapo",
+    "grpo train --seed 1 --algorithm.preset d": "dapo dppo_tv dr_grpo drpo",
     "grpo train --algorithm.preset = ci": "cispo",
     "grpo train --task rec": "recommendation",
     "grpo train --config cartpole_g": "cartpole_gdpo cartpole_gdpo_conditioned cartpole_grpo",

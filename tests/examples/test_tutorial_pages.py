@@ -10,9 +10,7 @@ from grpo_jax.config.named import load_module
 maker = load_module(str(ROOT / "docs" / "make_tutorial.py"))
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?%?")
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CHEAP = "6_several_rewards"  # the others train longer; all are made of functions that have tests of their own
-marks = {path: () if path.stem == CHEAP else pytest.mark.wide for path in maker.PAGES}
-each_page = pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=mark) for p, mark in marks.items()])
+each_page = pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in maker.PAGES])
 
 
 def form(printed: str) -> str:
@@ -43,6 +41,7 @@ def test_the_pages_are_seven_and_short():
     assert all(f"]({path.name})" in index for path in pages)
 
 
+@pytest.mark.wide  # they are made of functions that have tests of their own
 @each_page
 def test_a_page_is_what_its_code_prints(path):
     """Its own assertions hold, its text and code are those of the .py, its numbers those of this run."""

@@ -120,7 +120,7 @@ def test_rewards_of_the_pages_tell_right_from_wrong():
     assert scope["correct"](["?"] * 3, ["It is 48.", "48 or 52", "no idea"], ["48"] * 3) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_examples_of_contributing_work(tmp_path, monkeypatch):
     """A task and a judge train by their files; the architecture reads a config; the loss takes the surrogate."""
     task, judge, architecture, surrogate = blocks("CONTRIBUTING.md")

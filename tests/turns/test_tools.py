@@ -267,6 +267,7 @@ def of_python():
     return tools
 
 
+@pytest.mark.wide
 def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_path, capsys):
     """Beside functions. A result that is too long is said to be; another process finds no such class, in one line."""
     given = values(home, [], rewards=["left"])

@@ -32,7 +32,6 @@ def files(folder):
     ("arguments", "message"),
     [
         (["policy", "--steps", "2"], "--steps is for trials"),
-        (["check", "--prompts", "2"], "--prompts is for trials"),
         (["check", "--prompts", "2", "--out", str(build.WEIGHTS)], "--prompts is for trials"),
         (["all", "--steps", "0", "--out", "x"], "--steps: expected at least 1, got 0"),
         (

@@ -27,14 +27,12 @@ TABLE = f"""
 --training.max_steps=2.5 | training.max_steps: expected a whole number, got '2.5'
 --policy.matmul_precision=half | policy.matmul_precision: expected 'default', 'high', 'highest' or 'bfloat16', got
 --policy.lora.vision=2 | policy.lora.vision: expected true or false, got '2'
---optimizer.learning_rate=fast | optimizer.learning_rate: expected a number, got 'fast'
 --policy.lora=3 | policy.lora: expected a mapping, got '3'
 --rewards=[3] | rewards[0]: expected a mapping, got 3
 --algorithm.advantage=gdop | (did you mean gdpo?), got 'gdop'
 --task=cartpole --algorithm.weights=[wide] | algorithm.weights[0]: expected a number, got 'wide'
 --task={COUNTDOWN}:Countdown --task.largest=2 | task.largest: expected a number >= 3, got 2
 --task=prompt_enhancement --task.invalid=free | task.invalid: expected
---policy.mesh.tensor=0 | policy.mesh.tensor: expected a number >= 1, got '0'
 # fields that are not there: the nearest, another library's, one that left
 --training.max_step=3 | training.max_step: no such field; did you mean training.max_steps?
 --optimiser.beta2=.5 | optimiser: no such field; did you mean optimizer?
@@ -55,7 +53,6 @@ TABLE = f"""
 --task=cartpole --algorithm.clip_low=.1 | algorithm.clip_low: no such field; it is no setting of CartPole
 --task=cartpole --rollout.group_size=8 | rollout: no such field; it left: CartPole has algorithm.group_size
 --task=cartpole --judges.renderer.steps=4 | judges: no such field
---judges.a=open_clip --judges.a.pool.replicaz=2 | judges.a.pool.replicaz: no such field; did you mean judges.a.pool.rep
 --judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is a constant
 --judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it left: an actor has one
 # options
@@ -73,31 +70,23 @@ train | train: expected an option, such as --config FILE
 --task=prompt_recreation | task: no such kind, got 'prompt_recreation'; it left: use prompt_refinement
 --task=txt | task: no such kind, got 'txt'; did you mean text? (your own: file.py:Class)
 --task=nowhere.py:Mine | task: the file nowhere.py does not exist
---task=no_such_package.tasks:Mine | task: no module no_such_package.tasks
 --task={COUNTDOWN}:Countdow | has no task or judge called Countdow (it has: Calculator, Countdown)
 --task={taught_task.__file__}:Taught | task.texts: expected a value, it has no default
 --judges.a.model=x | judges.a: expected a kind
 --judges.a=clip | judges.a: no such kind, got 'clip'; did you mean open_clip
---judges.a=stable_diffusion_3 --judges.a.steps=0 | judges.a.steps: expected a number >= 1, got '0'
 --judges.policy=open_clip | judges: expected another name: policy is the policy's
---judges=[open_clip] | judges: expected a mapping, got
 --judges.a=open_clip --judges.a.pool.replicas=-1 | judges.a.pool.replicas: expected a number >= 1, got '-1'
---judges.a=open_clip --judges.a.pool.resources.num_gpus=-1 | judges.a.pool.resources.num_gpus: expected a number >= 0
 --judges.a=open_clip --judges.a.pool.address=auto | judges.a.pool.address: expected HOST:PORT of a Ray cluster, or null
 --judges.a=http --judges.a.url=file:///etc/passwd | judges.a.url: expected http://HOST/… or https://HOST/…, got 'file
---judges.a=http --judges.a.url=http:///score | judges.a.url: expected http://HOST
 --judges.a=http --judges.a.url=https://me:word@host/ | url: expected no password in it, but headers_from, got 'https://…'
 --judges.a=http | judges.a.url: expected http://HOST/… or https://HOST/…, got ''
---judges.a=http --judges.a.url=http://h/ --judges.a.timeout=0 | judges.a.timeout: expected a number > 0
 --judges.a=vqa --judges.a.path=x '--judges.a.question=Is it?' | judges.a.question: expected a text with {{prompt}} in it
---judges.a=object_detection --judges.a.path=x --judges.a.threshold=2 | judges.a.threshold: expected a number <= 1
 # fields that do not go together
 --policy.lora.path=a --policy.lora.rank=2 | policy.lora.path: expected no rank, alpha or targets beside
 --policy.new.width=20 --policy.new.heads=8 | policy.new.heads: expected a number that divides width = 20
 --policy.mesh.fsdp=5 | policy.mesh.fsdp: expected a divisor of 12, the prompts of one micro-
 --policy.quantised=int8 | policy.quantised: expected none without policy.lora
 --policy.quantised=int8 --policy.lora.rank=2 --policy.mesh.fsdp=2 | policy.quantised: expected none without policy.lora
---policy.mesh.fsdp=4 --training.grad_accumulation_steps=2 | policy.mesh.fsdp: expected a divisor of 6
 --policy.lora.vision=true | policy.lora.vision: expected false without adapters
 --policy.lora.rank=2 --policy.lora.vision=true --policy.vision=train | policy.vision: expected frozen beside policy.lora
 --sampling.group_size=1 | sampling.group_size: expected at least 2 (a group is compared), got 1
@@ -125,7 +114,6 @@ train | train: expected an option, such as --config FILE
 --algorithm.advantage=opd --algorithm.teacher=a --algorithm.update_ref_every=1 | algorithm.update_ref_every: expected 0
 --algorithm.preset=drpo --algorithm.clip_high=.1 | algorithm.clip_high: expected null with preset 'drpo'
 --algorithm.advantage=maxrl --algorithm.overlong_buffer=2 | algorithm.overlong_buffer: expected 0 with advantage 'maxrl'
---algorithm.preset=cispo --algorithm.clip_low=.1 | algorithm.clip_low: expected null with preset 'cispo'
 --algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128
 --training.minibatches=5 | training.prompts_per_batch: expected a multiple of minibatches x grad_accumulation_steps = 5
 --training.chunk_prompts=5 | training.chunk_prompts: expected a divisor of prompts_per_batch = 12

@@ -108,17 +108,6 @@ def test_a_second_clip_is_a_judge_of_its_own(run, table):
     assert "mean brightness, weights (0.5," in log and "YolosForObjectDetection, 3 kinds" in log
 
 
-def test_a_reward_of_a_judge_that_is_not_there(tmp_path, capsys):
-    words = [
-        f"--judges.brightness={FILE}:Brightness",
-        f"--run_dir={tmp_path / 'run'}",
-        '--eval_rewards=["alignment@nobody"]',
-    ]
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: eval_rewards.alignment@nobody: expected one of the judges [")
-
-
 def example(name, **fields):
     config = make_config(task="text", judges={"mine": {"kind": f"examples/judges/{name}", **fields}})
     return config.judges["mine"].load("cpu")

@@ -11,7 +11,6 @@ import pytest
 from support.imports import ROOT
 from support.text_task import SMALL_EXAMPLE, episodes_of, rows
 
-from grpo_jax import evaluate
 from grpo_jax.config.command_line import load_config
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.policy import run_config
@@ -107,26 +106,6 @@ def test_metrics_tell_of_turns(calculated):
 
 
 @pytest.mark.wide
-def test_a_game_ends_when_the_number_is_found(guessed):
-    """Hints are right, a turn's advantage is that of the same turn in its group, of what comes from there on."""
-    ended = 0
-    for step in (1, 2):
-        table = episodes(guessed, step)
-        for turns in table:
-            assert all(turn["reward/found"] == 0 for turn in turns[:-1])
-            assert all(turn["observation"] in ("higher", "lower") for turn in turns[:-1]) and len(turns) <= 3
-            ended += len(turns) < 3
-        for group in (table[start : start + 4] for start in range(0, 16, 4)):
-            for turn in range(3):
-                at = [turns for turns in group if len(turns) > turn]
-                returns = np.array([sum(one["reward/found"] for one in turns[turn:]) for turns in at])
-                spread = returns.std(ddof=1) if len(at) > 1 else 0
-                expected = (returns - returns.mean()) / (spread + 1e-4) if spread else 0 * returns
-                np.testing.assert_allclose([turns[turn]["advantage"] for turns in at], expected, atol=1e-4)
-    assert ended > 0
-
-
-@pytest.mark.wide
 def test_held_out_measures_and_report_tell_of_turns(guessed):
     summary = json.loads((guessed / "summary.json").read_text())["evaluation"]
     names = {"found", *(f"found_{what}" for what in ("turn_1", "turn_2", "peak", "kept", "gain"))}
@@ -141,14 +120,6 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     page = (guessed / "report.html").read_text()
     assert "<h2>Episodes</h2>" in page and "found, turn 3" in page and "found peak" not in page
     assert "validation/found_turn_1" in rows(guessed)[0]
-
-
-@pytest.mark.wide
-def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
-    assert evaluate.main(["--run", str(guessed), "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)["greedy"]
-    summary = json.loads((guessed / "summary.json").read_text())["evaluation"]
-    assert {name: values["after"] for name, values in summary.items()} == again
 
 
 @pytest.mark.parametrize(

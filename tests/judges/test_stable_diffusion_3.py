@@ -147,14 +147,10 @@ def test_folders_that_are_missing_or_other(tmp_path, folder):
         load_renderer(folder, dtype="float64")
 
 
-@pytest.mark.parametrize(("part", "damage"), [("text_encoder", "truncated"), ("vae", "missing")])
-def test_broken_weights(tmp_path, folder, part, damage):
+def test_broken_weights(tmp_path, folder):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    (weights,) = (copy / part).glob("*.safetensors")
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    else:
-        weights.unlink()
+    (weights,) = (copy / "text_encoder").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot load the renderer") as caught:
         load_renderer(copy)
     assert "\n" not in str(caught.value)

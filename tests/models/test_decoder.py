@@ -14,7 +14,6 @@ from support.tiny_decoders import (
     STEPS,
     WIDTH,
     Tiny,
-    compiled,
     drawn,
     group_batch,
     tiny,
@@ -113,15 +112,6 @@ def test_an_empty_prompt_stays_finite(states_and_gradients):
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((hidden, grads)))
 
 
-def test_bfloat16_compute_is_close(model):
-    """Half the bits in the matrix products; norms, rotations, scores and softmax stay float32."""
-    exact = model.policy.prefill(model.variables, *BATCH[:2]).hidden
-    half = compiled(Policy(model.config, compute_dtype="bfloat16", lora=model.lora))
-    prefix = half.prefill(model.variables, *BATCH[:2])
-    assert prefix.hidden.dtype == prefix.keys[0].dtype == jnp.bfloat16
-    assert 0 < np.median(np.abs(prefix.hidden.astype(jnp.float32) - exact)) < 0.05
-
-
 @pytest.mark.parametrize(
     ("model", "options"),
     [("llama", {"matmul_precision": "bfloat16"}), ("gpt2", {"compute_dtype": "bfloat16"})],
@@ -152,11 +142,6 @@ def test_bfloat16_products_on_a_cpu(model, options):
         assert Policy(model.config, platform="cpu", matmul_precision=precision).products == ""
     assert Policy(model.config, platform="tpu", **options).products == ""
     assert Policy(model.config, platform="cuda", **options).products == "apart"
-
-
-def test_adapters_need_their_configuration(model):
-    with pytest.raises(ValueError, match="lora=None"):
-        Policy(LLAMA).forward_group(model.variables, *BATCH)
 
 
 @pytest.mark.parametrize(("dtype", "given", "highest"), [("float32", None, True), ("bfloat16", None, False)])

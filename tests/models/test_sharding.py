@@ -4,13 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 
+import jax
 import pytest
-from support import xla
+from jax.sharding import PartitionSpec as P
+from support import tiny_update, xla
 from support.imports import ROOT
+from support.mesh_checks import MIXTURE
 from support.text_task import train_here
 
 from grpo_jax.errors import UserError
+from grpo_jax.models.architectures.gpt2 import GPT2Config
+from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.sharding import shardings
 from grpo_jax.runs.processes import announced, join_processes
 
 pytestmark = pytest.mark.slow
@@ -29,7 +38,7 @@ def measured(*checks: str) -> dict:
 
 @pytest.fixture(scope="module")
 def found():
-    return measured("compare", "memory", "specs", "rows_of_products", "uneven")
+    return measured("compare", "memory", "rows_of_products", "uneven")
 
 
 @pytest.fixture(scope="module")
@@ -51,30 +60,38 @@ def test_each_device_holds_its_part_of_weights_and_optimizer(found, mesh):
     assert whole / 8 <= devices[0] < whole / 8 + 0.02 * whole  # norms and biases are on all of them
 
 
-def test_what_lies_where(found):
-    specs = found["specs"]
-    assert specs["qwen2/params/embed_tokens"] == ["tensor", "fsdp"]
-    assert specs["qwen2/params/layers/q_proj/kernel"] == [None, "fsdp", "tensor"]
-    assert specs["qwen2/params/layers/down_proj/kernel"] == [None, "tensor", "fsdp"]
-    assert specs["qwen2/params/layers/q_proj/bias"] == []
-    assert specs["qwen2/lora/layers/o_proj/a"] == [None, "tensor"]
-    assert specs["gpt2/params/embed_tokens"] == [None, ["tensor", "fsdp"]]  # four do not divide 50257
-    assert specs["gpt2/params/layers/c_attn/kernel"] == [None, ["tensor", "fsdp"]]
-    assert specs["phi3/params/layers/gate_up_proj/kernel"] == [None, ["tensor", "fsdp"]]
-    assert specs["mixture/params/layers/up_experts/kernel"] == [None, None, "fsdp", "tensor"]
-    assert specs["mixture/params/layers/down_experts/kernel"] == [None, None, "tensor", "fsdp"]
-    assert specs["mixture/params/layers/router/embedding"] == []
+ALONG, ACROSS, TABLE = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp"), P(None, ("tensor", "fsdp"))
+PLACES = [
+    ("embed_tokens", tiny_update.CONFIG, P("tensor", "fsdp")),
+    ("layers/q_proj/kernel", tiny_update.CONFIG, ALONG),
+    ("layers/down_proj/kernel", tiny_update.CONFIG, ACROSS),
+    ("layers/q_proj/bias", tiny_update.CONFIG, P()),
+    ("layers/o_proj/a", tiny_update.CONFIG, P(None, "tensor")),
+    ("embed_tokens", GPT2Config(50257, 64, 128, 2, 4, 32), TABLE),  # four do not divide 50257
+    ("layers/gate_up_proj/kernel", replace(tiny_update.CONFIG, model_type="phi3", fused=True, qkv_bias=False), TABLE),
+    ("layers/up_experts/kernel", MIXTURE, P(None, None, "fsdp", "tensor")),
+    ("layers/down_experts/kernel", MIXTURE, P(None, None, "tensor", "fsdp")),
+    ("layers/router/embedding", MIXTURE, P()),
+]
+
+
+def test_what_lies_where_and_what_cannot():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"))
+    for name, config, place in PLACES:
+        lora = LoraConfig(4, 8.0, ("o_proj",)) if name.endswith("/a") else None
+        tree = jax.eval_shape(partial(init_variables, config, lora=lora), jax.random.key(0))
+        found = shardings(tree, mesh)["lora" if lora else "params"]
+        for key in name.split("/"):
+            found = found[key]
+        assert found.spec == place, name
+    odd = {"params": {"layers": {"q_proj": {"kernel": jax.ShapeDtypeStruct((2, 33, 32), "float32")}}}}
+    with pytest.raises(ValueError, match=r"^params/layers/q_proj/kernel .* \[2, 33, 32\]: axis 1 does not divide"):
+        shardings(odd, mesh)
 
 
 @pytest.mark.wide
 def test_experts_are_trained_alike_over_several_devices(more):
     assert more["mixture"] < 1e-5
-
-
-def test_what_cannot_lie_there_is_named(found):
-    assert found["specs"]["odd"].startswith("params/layers/q_proj/kernel of shape [2, 33, 32]: axis 1 does not divide")
-    assert found["specs"]["unknown"].startswith("experts: the table of partitions has no row")
-    assert found["specs"]["few"].endswith("takes 16 devices, got 8")
 
 
 def test_a_device_computes_its_prompts_alone(found):

@@ -5,10 +5,8 @@ import pickle
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from support.imports import FILES, ROOT
 
-from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
@@ -51,20 +49,3 @@ def test_a_checkpoint_is_read_without_unpickling(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(1, state)
     np.testing.assert_array_equal(restored["variables"]["w"], np.arange(4.0))
-
-
-def test_chat_templates_run_in_a_sandbox(tmp_path):
-    """A template comes with a model's folder."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    from support.encoded_prompts import format_prompt
-
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
-    trace = tmp_path / "trace"
-    tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.system('touch {trace}') }}}}"
-    with pytest.raises(UserError, match=r"the chat template of the policy .* failed \(SecurityError"):
-        format_prompt(tokenizer, "a")
-    assert not trace.exists()
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    assert format_prompt(tokenizer, "a") == [0]

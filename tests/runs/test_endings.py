@@ -1,20 +1,22 @@
 """How runs end that do not come to their end: in one line, which the log keeps; and what goes on from there."""
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
-from support.stopping import stopped_after
 from support.text_task import PATIENCE, ROOT, environment, finished_run, rewound, train_here
 
 from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
+from grpo_jax.runs import trainer
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.session import Progress
 
@@ -39,7 +41,9 @@ def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_ch
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     monkeypatch.chdir(place.folder)
     run = tmp_path / "run"
-    with stopped_after(run, rows=0):
+    asked = SimpleNamespace(is_set=(run / "metrics.jsonl").is_file, at_once=contextlib.nullcontext)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "stop_requests", lambda: contextlib.nullcontext(asked))
         assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
     assert " before the first iteration: --resume" in capsys.readouterr().out
     with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later

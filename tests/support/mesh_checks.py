@@ -13,12 +13,10 @@ import optax
 from support import tiny_update
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, TrainingSection
-from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import OverPrompts, make_mesh, shard, shard_batch, shard_optimizer, shardings
+from grpo_jax.models.sharding import OverPrompts, make_mesh, shard, shard_batch, shard_optimizer
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, pack_rows
 from grpo_jax.models.vision.tower import Tower, encode_pictures, init_tower
@@ -90,35 +88,6 @@ def memory():
         sharded = shard_optimizer(optimizer, mesh)
         state = shard(init_state(shard(variables, mesh), sharded, keep_reference=False), mesh)
         found[f"{sizes[0]}x{sizes[1]}"] = bytes_by_device(state)
-    return found
-
-
-def specs():
-    """The partition of every leaf, by path, for architectures with adapters; and what is said where it cannot be."""
-    mesh, found = make_mesh(2, 4, jax.devices()), {}
-    gpt2 = GPT2Config(50257, 64, 128, 2, 4, 32)
-    phi = dataclasses.replace(tiny_update.CONFIG, model_type="phi3", fused=True, qkv_bias=False)
-    adapters = {
-        "qwen2": LoraConfig(4, 8.0, ("q_proj", "o_proj")),
-        "gpt2": LoraConfig(4, 8.0, ("c_attn", "c_fc")),
-        "phi3": LoraConfig(4, 8.0, ("qkv_proj", "gate_up_proj")),
-        "mixture": LoraConfig(4, 8.0, ("q_proj", "o_proj")),
-    }
-    for name, config in (("qwen2", tiny_update.CONFIG), ("gpt2", gpt2), ("phi3", phi), ("mixture", MIXTURE)):
-        tree = jax.eval_shape(lambda c=config, n=name: init_variables(c, jax.random.key(0), lora=adapters[n]))
-        for path, sharding in jax.tree_util.tree_leaves_with_path(shardings(tree, mesh)):
-            key = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[f"{name}/{key}"] = [list(n) if isinstance(n, tuple) else n for n in sharding.spec]
-    odd = {"params": {"layers": {"q_proj": {"kernel": jax.ShapeDtypeStruct((2, 33, 32), jnp.float32)}}}}
-    for name, call in (
-        ("odd", lambda: shardings(odd, mesh)),
-        ("unknown", lambda: shardings({"experts": jnp.ones((8, 8))}, mesh)),
-        ("few", lambda: make_mesh(8, 2, jax.devices())),
-    ):
-        try:
-            call()
-        except ValueError as error:
-            found[name] = str(error)
     return found
 
 

@@ -146,13 +146,3 @@ def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):
     sampled = np.random.default_rng(0).normal(size=shape)
     prepared, measured = prepare(None, batch._replace(rollout_logprobs=sampled))
     assert prepared.old_logprobs is sampled and not measured
-
-
-def test_sampling_ahead_is_corrected_unless_told():
-    caps = [
-        make_config(
-            task="text", training={"async_level": async_level}, algorithm={"importance_cap": cap}
-        ).algorithm.importance_cap
-        for async_level, cap in ((0, None), (1, None), (1, 0), (0, 3))
-    ]
-    assert caps == [0, 2, 0, 3]

@@ -10,7 +10,6 @@ from grpo_jax.tasks.rewriting import parse_rewrite
 CHAT_ANSWERS = [
     # Qwen2.5-Instruct
     ("Here is the rewritten prompt: a fox in snow", "a fox in snow"),
-    ("Rewritten Prompt: A red fox in deep snow.", "A red fox in deep snow."),
     ("Rewritten text-to-image prompt for Stable Diffusion:\n\nA red fox in deep snow.", "A red fox in deep snow."),
     ("A red fox in snow.\n\nThis version adds the setting and keeps the subject.", "A red fox in snow."),
     ("A red fox,\nsitting in deep snow,\ngolden hour, 35mm", "A red fox, sitting in deep snow, golden hour, 35mm"),
@@ -20,7 +19,6 @@ CHAT_ANSWERS = [
         '```json\n{\n  "prompt": "A red fox in deep snow",\n  "negative_prompt": "blurry, text"\n}\n```',
         "A red fox in deep snow",
     ),
-    ('{"prompt": "a fox"}', "a fox"),
     ('{"original": "fox", "rewritten_prompt": "a \\"red\\" fox"}', 'a "red" fox'),
     ('{"prompt": "A red fox in deep', "A red fox in deep"),
     ("改写后的提示：一只红狐狸坐在雪地里，金色的阳光", "一只红狐狸坐在雪地里，金色的阳光"),
@@ -48,10 +46,6 @@ CHAT_ANSWERS = [
         "A red fox in deep snow, cinematic.",
     ),
     ("**Enhanced Prompt**:\n“A red fox in deep snow.”", "A red fox in deep snow."),
-    (
-        "A red fox in deep snow, golden hour. Let me know if you'd like it in another style!",
-        "A red fox in deep snow, golden hour.",
-    ),
     (
         '"A red fox in deep snow, golden hour." This version adds light and season.',
         "A red fox in deep snow, golden hour.",
@@ -85,14 +79,11 @@ CHAT_ANSWERS = [
     ("Negative prompt: blurry, text", None),
     ("**Positive prompt:**\n```\nA red fox\n```\n**Negative prompt:**\n```\nblurry\n```", "A red fox"),
     # what only looks like a refusal, a remark or a label
-    ("I can't believe it's not butter, poster", "I can't believe it's not butter, poster"),
     ("As an AI robot painting, oil", "As an AI robot painting, oil"),
-    ("I'm sorry card with flowers, watercolor", "I'm sorry card with flowers, watercolor"),
     ("I can't help falling in love, vinyl cover", "I can't help falling in love, vinyl cover"),
     ("I'm sorry, Dave, a red camera eye on a wall", "I'm sorry, Dave, a red camera eye on a wall"),
     ("Okay sign in neon, on brick", "Okay sign in neon, on brick"),
     ("Great wave off Kanagawa: woodblock print", "Great wave off Kanagawa: woodblock print"),
-    ("Here comes the sun, watercolor", "Here comes the sun, watercolor"),
     ("Here is a neon sign that reads: OPEN", "Here is a neon sign that reads: OPEN"),
     ("Let me in, graffiti on a door", "Let me in, graffiti on a door"),
     ("a command prompt: green letters on black", "a command prompt: green letters on black"),
@@ -102,17 +93,14 @@ CHAT_ANSWERS = [
     ("**A red fox** in *deep* snow", "A red fox in *deep* snow"),
     # drawn all the same: what follows a disclaimer, or a remark
     ("I can't create images, but here's a prompt you can use:\n\nA red fox in snow", "A red fox in snow"),
-    ("I'm just a language model and can't draw, but here is a prompt: a fox", "a fox"),
     ('To get a better image, try this prompt: "a red fox"', "a red fox"),
     ("Below is a prompt that captures the mood.\n\nA red fox", "A red fox"),
     ("/imagine prompt: a red fox --ar 16:9", "a red fox --ar 16:9"),
     # more refusals, and more that look like one
-    ("As a text-based AI, I can't generate images.", None),
     ("I can't do this anymore, tired office worker", "I can't do this anymore, tired office worker"),
     ("here is a map of the old version of Rome: engraving", "here is a map of the old version of Rome: engraving"),
     ('a shop window {"OPEN"}, neon', 'a shop window {"OPEN"}, neon'),
     # short ones
-    ("a fox in snow", "a fox in snow"),
     ("  a   fox\tin snow \n", "a fox in snow"),
     ('"a fox, snow."', "a fox, snow."),
     ("“a fox”", "a fox"),
@@ -123,7 +111,6 @@ CHAT_ANSWERS = [
     ('"Hello" sign on a wall', '"Hello" sign on a wall'),
     ("a fox, 'sharp'", "a fox, 'sharp'"),
     ("Enhanced prompt: Prompt: a fox", "a fox"),
-    ("Here is a fox in snow", "Here is a fox in snow"),
     ("- a fox", "a fox"),
     ("3 foxes", "3 foxes"),
     ("...\na fox", "a fox"),

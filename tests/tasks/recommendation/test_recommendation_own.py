@@ -148,21 +148,6 @@ def test_what_is_excluded_is_never_recommended(shop, run, monkeypatch, capsys):
     assert len(found) == 10 and not {*first} & {*found}
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        (["--history", "i1", "--k", "0"], "--k: expected a number >= 1"),
-        (["--file", "absent.txt"], "--file: absent.txt: cannot be read"),
-        (["--history", "i1", "--checkpoint", "99"], "99"),
-    ],
-)
-def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch, capsys):
-    monkeypatch.chdir(shop)
-    assert recommend_main(["--run", str(run), *words]) == 2
-    assert wrong in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [

@@ -87,6 +87,13 @@ def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(
     assert recommend_main(["--run", str(run), "--history", titles[3], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["items"]
     assert [item["item"] for item in told] == [item.item for item in found[:10]]
+    for words, wrong in (
+        (["--history", "i1", "--k", "0"], "--k: expected a number >= 1"),
+        (["--file", "absent.txt"], "--file: absent.txt: cannot be read"),
+        (["--history", "i1", "--checkpoint", "99"], "99"),
+    ):
+        assert recommend_main(["--run", str(run), *words]) == 2
+        assert wrong in capsys.readouterr().err
 
 
 def test_predict_writes_a_title_of_the_catalogue(run, restored, capsys):

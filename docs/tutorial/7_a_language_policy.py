@@ -148,15 +148,15 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 # `python -m grpo_jax.train --task text` is this loop with several updates per batch, a reference, checkpoints and a
 # report; [`examples/own_loop.py`](../../examples/own_loop.py) is a one-file version. In the default run a policy
 # rewrites captions for a renderer, and CLIP scores the picture. Recorded figures
-# ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md); ten seeds for GDPO, three for the others, one shuffled; PPO
+# ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md); twenty seeds for GDPO, three for GRPO with older settings and PPO; PPO
 # on pictures of two steps) of a pixel checker that is no reward, on held-out prompts:
 #
 # | run | seed | unchanged | before | after | oracle | gap_closed | alignment_after | seconds |
 # |---|---|---|---|---|---|---|---|---|
-# | **gdpo** | mean | 0.048 | 0.061 | 0.933 | 1.000 | 0.928 | 0.431 | 152 |
+# | **gdpo** | mean | 0.048 | 0.062 | 0.939 | 1.000 | 0.936 | 0.431 | 253 |
 # | **grpo** | mean | 0.047 | 0.062 | 0.909 | 1.000 | 0.903 | 0.408 | 227 |
 # | **ppo** | mean | 0.047 | 0.062 | 0.953 | 1.000 | 0.950 | 0.434 | 870 |
-# | shuffled | 0 | 0.042 | 0.056 | 0.042 | 1.000 | -0.015 | -0.146 | 410 |
+# | shuffled | 377 | 0.047 | 0.063 | 0.030 | 1.000 | -0.036 | -0.137 | 296 |
 #
 # ![Pixel accuracy and reward of a recorded default run](../images/curves.png)
 #

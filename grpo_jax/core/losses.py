@@ -120,7 +120,7 @@ def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) ->
 
 
 def _as_token_weights(weights, mask, dtype) -> jax.Array:
-    """The weights as constants, 0 if the mask is False."""
+    """The weights as constants, 0 where the mask is False."""
     weights = jnp.asarray(weights)
     if weights.dtype != jnp.bool_:
         weights = as_float("token_weights", weights)

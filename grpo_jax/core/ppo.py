@@ -149,7 +149,7 @@ def value_loss(
 
 
 def _value_metrics(total, clipped, values, returns, mask) -> ValueMetrics:
-    """Means over steps of arrays that are 0 if the mask is False."""
+    """Means over steps of arrays that are 0 where the mask is False."""
     steps = count(mask, dtype=values.dtype)
 
     def mean(x):

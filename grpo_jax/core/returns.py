@@ -73,7 +73,7 @@ def kl_penalised_rewards(
             probability ratio, and the expected return is the score less kl_coef times the true divergence.
 
     Returns:
-        `[.., T]`, at least float32; 0 if the mask is False.
+        `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
         ValueError: shapes that do not fit, an unknown estimator.
@@ -116,11 +116,11 @@ def discounted_returns(rewards: ArrayLike, *, gamma: ArrayLike, mask: ArrayLike 
 
     Args:
         rewards: `[.., T]`, floating.
-        gamma: γ, a scalar or `[.., T]` (0 if an episode ends: rewards after it belong to the next one).
+        gamma: γ, a scalar or `[.., T]` (0 where an episode ends: rewards after it belong to the next one).
         mask: bool `[.., T]`, the steps that exist; all by default.
 
     Returns:
-        `[.., T]`, at least float32; 0 if the mask is False.
+        `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
         ValueError: a shape that does not fit, or a gamma outside [0, 1].
@@ -171,7 +171,7 @@ def gae_advantages(
         next_values: `[.., T]`, V(s[t + 1]) of each step; by default the value of the next step that exists.
 
     Returns:
-        `[.., T]`, at least float32; 0 if the mask is False.
+        `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
         ValueError: a shape that does not fit, or a gamma or gae_lambda outside [0, 1].
@@ -220,7 +220,7 @@ def normalised_returns(returns: ArrayLike, *, mask: ArrayLike, eps: float = 1e-4
         eps: added to the standard deviation.
 
     Returns:
-        `[.., G, T]`, at least float32; 0 if the mask is False.
+        `[.., G, T]`, at least float32; 0 where the mask is False.
 
     Raises:
         ValueError: fewer than two axes, a group of one, a mask of another shape.
@@ -270,7 +270,7 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.
         gamma: γ in [0, 1].
 
     Returns:
-        `[P, G, U, N]`, at least float32; NaN if a turn does not exist, and where neither it nor any later turn has
+        `[P, G, U, N]`, at least float32; NaN where a turn does not exist, and where neither it nor any later turn has
         a reward.
 
     Raises:
@@ -303,7 +303,7 @@ def turn_advantages(
             single answers gives them; a turn without signal, or that no other completion has, is its to make 0.
 
     Returns:
-        `[P, G, T]`, at least float32; 0 if the mask is False.
+        `[P, G, T]`, at least float32; 0 where the mask is False.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -152,7 +152,7 @@ def importance_weights(
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
 
     Returns:
-        `[.., T]` (1 if the mask is False), or `[.., 1]` for a sequence; at least float32.
+        `[.., T]` (1 where the mask is False), or `[.., 1]` for a sequence; at least float32.
 
     Raises:
         ValueError: shapes that differ, an unknown mode.

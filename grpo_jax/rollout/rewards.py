@@ -92,7 +92,7 @@ def collect_rewards(
             always passes.
 
     Returns:
-        f32[P, G, N]; NaN if a reward is missing.
+        f32[P, G, N]; NaN where a reward is missing.
     """
     count = len(completions)
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}

@@ -72,7 +72,7 @@ class Rollout(NamedTuple):
 
     Attributes:
         episodes: `[P][G]`, as tasks see them: texts, pictures, observations.
-        rewards: f32 [P, G, U, N]; NaN if one is missing, and of turns that do not exist.
+        rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
         eval_rewards: f32 [P, G, U, W], likewise.
         samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None of given
             texts.
@@ -111,7 +111,7 @@ class Rollout(NamedTuple):
 
     @property
     def valid_turns(self) -> np.ndarray:
-        """bool [P, G, U], false if a turn's text could not be read and another stands in."""
+        """bool [P, G, U], false where a turn's text could not be read and another stands in."""
         valid = np.ones(self.rewards.shape[:3], bool)
         for p, g in np.ndindex(valid.shape[:2]):
             turns = self.episodes[p][g].turns

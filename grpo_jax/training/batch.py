@@ -97,7 +97,7 @@ def packed(tokens: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array, j
 
 
 def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
-    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 if the mask [P, G, T] is false."""
+    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 where the mask [P, G, T] is false."""
     steps = jnp.arange(mask.shape[-1], dtype=jnp.int32)
     place = jnp.where(mask, packing.start[..., None] + steps, 0).reshape(mask.shape[0], -1)
     gathered = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
@@ -101,14 +102,7 @@ class Answerer:
         Returns:
             float32 [B] in [0, 1], among all possible replies: it need not be 1 less that of a "No".
         """
-        import torch
-
-        batches = [torch.zeros(0, device=self.device)]
-        for start in range(0, len(questions), self._config.batch_size):
-            rows = slice(start, start + self._config.batch_size)
-            with torch.no_grad():
-                batches.append(self._probabilities(images[rows], questions[rows]))
-        return torch.cat(batches)
+        return self._over_batches(len(questions), lambda rows: self._probabilities(images[rows], questions[rows]))
 
     def begins(self, images: torch.Tensor, questions: list[str], answers: list[list[str]]) -> torch.Tensor:
         """Return the probability that the first token of the reply to each question begins one of its answers.
@@ -121,19 +115,27 @@ class Answerer:
         Returns:
             float32 [B] in [0, 1].
         """
+        return self._over_batches(
+            len(questions), lambda rows: self._beginnings(images[rows], questions[rows], answers[rows])
+        )
+
+    def _over_batches(self, count: int, one: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """Join one(rows), float32 [rows], of the batches of so many questions."""
         import torch
 
-        tokenizer, few = self._processor.tokenizer, {"logits_to_keep": 1} if self._few else {}
-        found = [torch.zeros(0, device=self.device)]
-        for start in range(0, len(questions), self._config.batch_size):
-            rows = slice(start, start + self._config.batch_size)
-            inputs = self._inputs(images[rows], questions[rows]).to(self.device, self._model.dtype)
-            with torch.no_grad():
-                chances = self._model(**inputs, use_cache=False, **few).logits[:, -1].float().softmax(-1)
-            for row, spellings in zip(chances, answers[rows], strict=True):
-                first = {tokenizer(text, add_special_tokens=False).input_ids[0] for text in spellings}
-                found.append(row[sorted(first)].sum()[None])
-        return torch.cat(found)
+        size = self._config.batch_size
+        with torch.no_grad():
+            batches = [one(slice(start, start + size)) for start in range(0, count, size)]
+        return torch.cat([torch.zeros(0, device=self.device), *batches])
+
+    def _beginnings(self, images: torch.Tensor, questions: list[str], answers: list[list[str]]) -> torch.Tensor:
+        """`begins` of one batch."""
+        import torch
+
+        chances = self._logits(self._inputs(images, questions), 1)[:, -1].softmax(-1)
+        tokenizer = self._processor.tokenizer
+        first = [{tokenizer(text, add_special_tokens=False).input_ids[0] for text in texts} for texts in answers]
+        return torch.stack([row[sorted(ids)].sum() for row, ids in zip(chances, first, strict=True)])
 
     def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
         """`yes` of one batch."""
@@ -149,11 +151,15 @@ class Answerer:
             elif values.shape == shape:
                 more = torch.ones_like if name == "attention_mask" else torch.zeros_like
                 inputs[name] = torch.cat([values, more(answer, dtype=values.dtype)], dim=1)
-        few = {"logits_to_keep": count + 1} if self._few else {}
+        logprobs = self._logits(inputs, count + 1)[:, :-1].log_softmax(-1)
+        return logprobs.gather(2, answer.to(self.device)[..., None]).sum((1, 2)).exp()
+
+    def _logits(self, inputs: BatchFeature, last: int) -> torch.Tensor:
+        """The float32 logits of the last so many places."""
+        few = {"logits_to_keep": last} if self._few else {}
         # floats alone take the weights' type
         logits = self._model(**inputs.to(self.device, self._model.dtype), use_cache=False, **few).logits
-        logprobs = logits[:, -count - 1 : -1].float().log_softmax(-1)
-        return logprobs.gather(2, answer.to(self.device)[..., None]).sum((1, 2)).exp()
+        return logits[:, -last:].float()
 
     def _inputs(self, images: torch.Tensor, questions: list[str]) -> BatchFeature:
         """The processor's inputs for pictures and questions."""

@@ -135,7 +135,7 @@ def questions(
     lists = [[texts] if isinstance(texts, str) else texts or [] for texts in questions]
     rows = [row for row, texts in enumerate(lists) for _ in texts]
     answers = _values(scorer.yes(images[rows], [text for texts in lists for text in texts]))
-    return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(lists)]
+    return _means_by_row(answers, rows, lists)
 
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -163,7 +163,12 @@ def soft_tifa(
     rows, texts = [row for row, *_ in asked], [f"{question} Answer in one word." for _, question, _ in asked]
     chances = _values(scorer.begins(images[rows], texts, [_spellings(answer) for *_, answer in asked]))
     logs = np.log(np.maximum(chances.astype(np.float64), 1e-300))
-    return [float(np.exp(logs[np.equal(rows, row)].mean())) if pairs else None for row, pairs in enumerate(vqa_list)]
+    return [None if mean is None else float(np.exp(mean)) for mean in _means_by_row(logs, rows, vqa_list)]
+
+
+def _means_by_row(values: np.ndarray, rows: list[int], asked: Sequence[Sequence | None]) -> list[float | None]:
+    """Mean of the values, of which each belongs to a row; None if a row asks nothing."""
+    return [float(values[np.equal(rows, row)].mean()) if those else None for row, those in enumerate(asked)]
 
 
 def _spellings(answer: str) -> list[str]:

@@ -206,6 +206,14 @@ def _is_of_another(error: BaseException | None) -> bool:
     return error is not None and (any(word in str(error) for word in words) or _is_of_another(error.__cause__))
 
 
+def _modified(path: Path) -> float:
+    """The time of a file's last change; 0 if another process has just removed it."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
@@ -232,7 +240,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
         )
         return None
     times = {path.name.removesuffix("-atime"): path for path in folder.glob("*-atime")}
-    latest = sorted(times, key=lambda name: times[name].stat().st_mtime, reverse=True)
+    latest = sorted(times, key=lambda name: _modified(times[name]), reverse=True)
     kept = set(latest[:_MOST_PROGRAMS])
     for entry in folder.glob("*-cache"):  # a kill leaves entries without the time of their use, which block all writes
         if entry.name.removesuffix("-cache") not in kept:

@@ -72,7 +72,9 @@ def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, t
     jax.monitoring.register_event_listener(count)
     try:
         assert [start(), start()] == [1, 0]
-        next(tmp_path.rglob("jit__lambda*-atime")).unlink()
+        time = next(tmp_path.rglob("jit__lambda*-atime"))
+        time.unlink()
+        time.with_name("removed-atime").symlink_to("by another process")
         assert [start(), start()] == [1, 0]
         monkeypatch.setattr(processes, "_MOST_PROGRAMS", 0)
         assert start() == 1

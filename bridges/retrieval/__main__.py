@@ -28,6 +28,8 @@ def serve(arguments: Sequence[str]) -> None:
     pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
     _, titles = read_catalogue_file(asked.catalogue)
     ray_cluster.join(pool.address, object_store=256 * 2**20)  # only queries and counts pass through it
+    if service.find_actor(0) is not None:
+        raise UserError("a retrieval service runs on this cluster already")
     index = encoders.open_index(titles, encoders.load_encoder(asked.encoder, titles), encoders.cache_folder())
     actors = start_actors(service.SERVICE, service.RankService(str(index.folder), asked.encoder), pool, named=True)
     try:

@@ -67,7 +67,7 @@ def _find(address: str | None) -> RayPool:
         if address is None and ray_cluster.is_gone():  # Ray would find any cluster
             raise UserError("no cluster is joined without task.retrieval.address")
         ray_cluster.join(address)
-        actors = list(itertools.takewhile(bool, map(_find_actor, itertools.count())))
+        actors = list(itertools.takewhile(bool, map(find_actor, itertools.count())))
         if not actors:
             raise UserError("the cluster has no such actor")
         return RayPool(SERVICE, actors, described(actors))
@@ -80,7 +80,8 @@ def _find(address: str | None) -> RayPool:
         raise encoders.RetrievalError(str(error)) from error
 
 
-def _find_actor(number: int) -> Any | None:
+def find_actor(number: int) -> Any | None:
+    """Return an actor of a service on the cluster that was joined; None if there is none."""
     import ray
 
     with suppress(ValueError):

@@ -127,7 +127,10 @@ def test_what_is_missing_is_one_line(home, tmp_path, capsys):
     assert said.startswith("error: ") and "none.tsv: cannot be read" in said
 
 
-def test_a_service_for_another_run_is_refused(served):
+def test_a_service_for_another_run_and_a_second_one_are_refused(served, tmp_path):
+    (tmp_path / "items.tsv").write_text("item_id\ttitle\n1\tred soap\n")
+    with pytest.raises(UserError, match="a retrieval service runs on this cluster already"):
+        serve(["serve", "--catalogue", str(tmp_path / "items.tsv"), "--address", served[1]])
     with pytest.raises(UserError, match=r"has the encoder tfidf and 200 titles, .*; this run has tfidf and 200 t"):
         service.connect(TITLES[::-1], section(served))
     with pytest.raises(UserError, match=r"has the encoder tfidf and .*; this run has some/model and "):

@@ -3,6 +3,7 @@
 pip install -e ".[figures]"
 python docs/make_figures.py --run runs/my_run              # writes docs/images/gallery.png and curves.png
 python docs/make_figures.py --run runs/my_refinement       # a run of several turns: docs/images/episodes.png
+python docs/make_figures.py --scales benchmarks/several_rewards.json     # docs/images/several_rewards.png
 """
 
 from __future__ import annotations
@@ -79,14 +80,37 @@ def curves(run: Path, target: Path) -> None:
     figure.savefig(target, dpi=130)
 
 
+def scales(source: Path, target: Path) -> None:
+    """Pixel accuracy beside a noisy reward, by the scale of the true one: a line for each arm, a dot for each seed."""
+    runs = json.loads(source.read_text())["runs"]
+    styles = {"gdpo": (GREEN, "o-", "GDPO"), "grpo": (BLUE, "s--", "GRPO on the sum"), "raft": (GREY, "^:", "RAFT")}
+    figure, axis = plt.subplots(figsize=(6.2, 3))
+    for arm, (colour, style, label) in styles.items():
+        seen = [(run["scale"], run["after"]) for run in runs if run["arm"] == arm and run["scale"] <= 1]
+        means = {scale: np.mean([after for at, after in seen if at == scale]) for scale in sorted({at for at, _ in seen})}
+        axis.plot(*zip(*seen, strict=True), ".", color=colour, alpha=0.4)
+        axis.plot(list(means), list(means.values()), style, color=colour, label=label)
+    axis.set(xscale="log", ylim=(0, 1), xlabel="alignment pays", ylabel="pixel accuracy, held out")
+    axis.set_xticks(list(means), [f"{scale:g}" for scale in means])
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(target, dpi=130)
+
+
 def main() -> None:
     """Reads the run, writes the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", type=Path)
+    what.add_argument("--scales", type=Path)
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
     images = HERE / "images"
     images.mkdir(exist_ok=True)
+    if options.scales:
+        scales(options.scales, images / "several_rewards.png")
+        return
     if (options.run / "images" / "000_turn_1.png").exists():
         episodes(options.run, images / "episodes.png", options.pairs)
         return

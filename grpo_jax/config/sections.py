@@ -376,6 +376,8 @@ class TrainingSection(Section):
     """Optimizer updates per pass."""
     grad_accumulation_steps: PositiveCount = resume_mutable(1)
     """Micro-batches per update, to save memory; the gradient stays the same."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the gradients of layers' kernels; others', moments and sums of micro-batches are float32."""
     chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = resume_mutable(0)
     """Prompts per chunk of sampling, rendering and scoring; 0 for all."""
     async_level: Annotated[int, Ge(0), Le(1)] = 0

@@ -96,7 +96,9 @@ def attend_token(
     heads = jnp.concatenate([query, key[..., None, :], value[..., None, :]], axis=-2)
     rows = max(_ROWS, pl.next_power_of_2(shared))
     operands = heads, *prefix, mask, slot, *cache
-    specs = [_heads_spec(heads, rows), *map(_prompt_spec, prefix), _mask_spec(mask), pl.BlockSpec((), lambda *_: ())]
+    prompts = [pl.BlockSpec((None, None, *x.shape[2:]), lambda g, k, p: (p, k, 0, 0)) for x in prefix]
+    mask_spec = pl.BlockSpec((None, mask.shape[1]), lambda g, k, p: (p, 0))
+    specs = [_heads_spec(heads, rows), *prompts, mask_spec, pl.BlockSpec((), lambda *_: ())]
     mixed, keys, values = pl.pallas_call(
         partial(_kernel, shared=shared, rows=rows, scale=size**-0.5),
         grid=(query.shape[1], query.shape[2], query.shape[0]),
@@ -113,14 +115,6 @@ def attend_token(
 def _heads_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
     """All heads, and what of the rows of a product lies behind them: masked, but jax 0.12 refuses what is not there."""
     return pl.BlockSpec((None, None, None, max(rows, x.shape[3]), x.shape[4]), lambda g, k, p: (p, g, k, 0, 0))
-
-
-def _prompt_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda g, k, p: (p, k, 0, 0))
-
-
-def _mask_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, x.shape[1]), lambda g, k, p: (p, 0))
 
 
 def _own_spec(x: jax.Array) -> pl.BlockSpec:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,42 @@ def copied(tree: PyTree, device: jax.Device | None = None) -> PyTree:
     """Copy arrays to a device (None: the first). JAX may alias host memory, and what is aliased cannot be donated."""
     # On a CPU `device_put` aliases it even with may_alias=False.
     return jax.tree.map(lambda leaf: jnp.array(jax.device_put(leaf, device), copy=True), tree)
+
+
+class NarrowGradient(NamedTuple):
+    """A trained kernel beside bfloat16 zeros of its shape, whose gradient is that of the kernel, rounded.
+
+    JAX gives a gradient the type of what it belongs to: differentiated by zeros, no stack of float32 ones is made.
+    """
+
+    kernel: jax.Array
+    zeros: jax.Array
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Return the kernel in this type."""
+        return _cast(*self, dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cast(kernel: jax.Array, zeros: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return kernel.astype(dtype)
+
+
+_cast.defvjp(lambda *given: (_cast(*given), None), lambda dtype, _, gradient: (None, gradient.astype(jnp.bfloat16)))
+
+
+def narrow_zeros(trained: Variables) -> Variables:
+    """Return zeros in place of the kernels of layers, for `narrow_gradients`; the rest stays."""
+
+    def zeros(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+        return jnp.zeros(leaf.shape, jnp.bfloat16) if path[-1].key == "kernel" and leaf.ndim > 1 else leaf
+
+    return jax.tree_util.tree_map_with_path(zeros, trained)
+
+
+def narrow_gradients(trained: Variables, zeros: Variables) -> Variables:
+    """Pair each kernel with its zeros."""
+    return jax.tree.map(lambda x, by: by if by.dtype == x.dtype else NarrowGradient(x, by), trained, zeros)
 
 
 def is_quantised(leaf: PyTree) -> bool:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -21,9 +20,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import apart_and_joined, init_variables
 from grpo_jax.models.hf.peft import lora_config
+from grpo_jax.models.jitted import placed
 from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import FSDP, gather, shard_optimizer, shardings
+from grpo_jax.models.sharding import FSDP, gather, shardings
 from grpo_jax.models.variables import (
     VALUE,
     VISUAL,
@@ -44,8 +44,14 @@ from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import Batch, full_batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import TrainState, init_state, make_optimizer, make_schedule, needs_reference
-from grpo_jax.training.update import make_configured_step, make_forward_step, make_preparation, needs_old_logprobs
+from grpo_jax.training.state import TrainState, needs_reference
+from grpo_jax.training.update import (
+    make_configured_step,
+    make_forward_step,
+    make_learner,
+    make_preparation,
+    needs_old_logprobs,
+)
 
 _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
 """Products of queries and keys in the Pallas kernels for GPUs, by name; those for TPUs have none."""
@@ -102,14 +108,10 @@ def state_shapes(
             variables["params"] = apart_and_joined(variables["params"], model)
         if section.quantised != "none":
             variables["params"] = quantise(variables["params"], section.quantised)  # the tower stands beside them
-        return init_state(
-            variables,
-            optimizer_of(config),
-            keep_reference=needs_reference(config.algorithm, config.ppo),
-        )
+        return make_learner(config, Policy(model), 1).fresh(variables)
 
     shapes = jax.eval_shape(start)
-    return shapes if mesh is None else _placed(shapes, shardings(shapes, mesh))
+    return shapes if mesh is None else jax.tree.map(placed, shapes, shardings(shapes, mesh))
 
 
 def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown | None = None) -> Batch:
@@ -125,7 +127,7 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
     if policy.mesh is None:
         return shapes
-    return _placed(shapes, jax.tree.map(lambda _: NamedSharding(policy.mesh, PartitionSpec(FSDP)), shapes))
+    return jax.tree.map(placed, shapes, jax.tree.map(lambda _: NamedSharding(policy.mesh, PartitionSpec(FSDP)), shapes))
 
 
 def _shown_pictures(
@@ -151,20 +153,6 @@ def tree_bytes(tree: PyTree) -> int:
         return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))
-
-
-def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return a run's optimizer."""
-    section = config.optimizer.replace(learning_rate=config.learning_rate)
-    schedule = make_schedule(section, max(config.training.max_steps, 1))
-    return make_optimizer(section, schedule)
-
-
-def _placed(shapes: PyTree, places: PyTree) -> PyTree:
-    """Return shapes with a sharding each."""
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
-    )
 
 
 class Program(NamedTuple):
@@ -268,7 +256,7 @@ def _update_program(config: Config, policy: Policy, state: TrainState, shown: Sh
     """Return one optimizer update at maximum lengths."""
     step = make_configured_step(
         make_forward(policy, temperature=config.sampling.temperature),
-        shard_optimizer(optimizer_of(config), policy.mesh),
+        make_learner(config, policy, 1).optimizer,
         config.algorithm,
         config.training,
         config.ppo,
@@ -346,7 +334,7 @@ def _work(jaxpr: Jaxpr, turns: Mapping[int, float]) -> np.ndarray:
     total = np.zeros(2)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in ("dot_general", "conv_general_dilated", "pallas_call"):
+        if name in ("dot_general", "pallas_call"):
             total += _kernel(eqn)
         elif name == "cond":
             total += max((_work(inner, turns) for inner in _inner(eqn)), key=tuple, default=0)
@@ -363,10 +351,6 @@ def _kernel(eqn: JaxprEqn) -> tuple[float, float]:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return (2.0 * _size(made[0]) * math.prod(given[0].aval.shape[axis] for axis in contracted), traffic)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = given[1].aval.shape
-        outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return (2.0 * _size(made[0]) * math.prod(kernel) / outputs, traffic)
     if eqn.params["name"] == "decode_attention":  # caches are read as far as they are written: half of one that fills
         keys, caches = given[1].aval.shape[-1], given[-2:]
         unread = sum(_size(var) * var.aval.dtype.itemsize for var in caches) * 1.5  # half of it, and all as a result

@@ -33,7 +33,7 @@ from grpo_jax.runs.session import Record
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import trained_collections
+from grpo_jax.training.state import trained_weights
 from grpo_jax.training.update import make_forward_step
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str
     """
     if checkpoint == START:
         return variables, {"step": 0}
-    trained = {name: variables[name] for name in trained_collections(variables)}
+    trained = trained_weights(variables)
     restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta
 

@@ -146,6 +146,7 @@ def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch],
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
         grad_accumulation_steps=math.gcd(section.batch, config.training.grad_accumulation_steps),
+        grad_dtype=config.training.grad_dtype,
     )
     state = init_state(policy.variables, optimizer, keep_reference=False, take_over=True)
     return commit_to_device(shard(state, policy.mesh)), step

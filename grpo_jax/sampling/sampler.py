@@ -153,6 +153,9 @@ def make_sampler(
     return over_buckets(functools.partial(write, table, trie), policy, ends.pad_id, params.max_new_tokens)
 
 
+_cached_sampler = functools.lru_cache(maxsize=8)(make_sampler)
+
+
 def generate(
     policy: Policy,
     prompts: Sequence[str],
@@ -186,16 +189,9 @@ def generate(
     if isinstance(prompts, str) or not prompts:
         raise ValueError(f"prompts: expected a list of at least one text, got {prompts[:40]!r}")
     settings = SamplingParams(completions, max_new_tokens, temperature, **params)
-    sample = _cached_sampler(policy, settings, tuple(policy.eos_ids), policy.pad_id)
+    sample = _cached_sampler(policy, settings, eos_ids=tuple(policy.eos_ids), pad_id=policy.pad_id)
     tokens, mask = policy.encode(prompts)
     return policy.decode(sample(policy.variables, tokens, mask, jax.random.split(jax.random.key(seed), len(prompts))))
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_sampler(
-    policy: Policy, settings: SamplingParams, eos_ids: tuple[int, ...], pad_id: int
-) -> Callable[..., Samples]:
-    return make_sampler(policy, settings, eos_ids=eos_ids, pad_id=pad_id)
 
 
 def bucket_size(n: int, smallest: int = 1) -> int:

@@ -204,7 +204,8 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         advantages = gae_advantages(rewards, following, gamma=section.gamma, gae_lambda=section.gae_lambda, mask=mask)
         returns = advantages + values
         divergence = select(mask, kl_divergence(old, reference, estimator="k1"))
-        explained = _explained_variance(advantages, returns, mask)
+        unexplained, variance = (jnp.square(masked_std(x, mask)) for x in (advantages, returns))
+        explained = jnp.where(variance > 0, 1 - safe_divide(unexplained, variance), 0)
         advantages = masked_whiten(advantages, mask)
         estimates = Estimates(
             advantages=masked_mean(advantages, mask, axis=-1),
@@ -216,8 +217,3 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         return batch._replace(advantages=advantages, scores=None, old_values=values, returns=returns), estimates
 
     return Jitted(estimate)
-
-
-def _explained_variance(error: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
-    error_variance, target_variance = (jnp.square(masked_std(x, mask)) for x in (error, target))
-    return jnp.where(target_variance > 0, 1 - safe_divide(error_variance, target_variance), 0)

@@ -117,15 +117,9 @@ def policy_collection(variables: Variables) -> str:
     return "lora" if "lora" in variables else "params"
 
 
-def trained_collections(variables: Variables) -> tuple[str, ...]:
-    """Return the collections that gradients are taken for: the policy's, and the value head's if any."""
-    policy = policy_collection(variables)
-    return (policy, VALUE) if VALUE in variables else (policy,)
-
-
 def trained_weights(variables: Variables) -> Variables:
-    """Return the trained collections."""
-    return {name: variables[name] for name in trained_collections(variables)}
+    """Return the collections that gradients are taken for: the policy's, and the value head's if any."""
+    return {name: variables[name] for name in (policy_collection(variables), VALUE) if name in variables}
 
 
 def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
@@ -213,6 +207,6 @@ def rollout_copy(state: TrainState) -> RolloutWeights:
 
 def rollout_variables(state: TrainState, copied: RolloutWeights) -> Variables:
     """Return the variables of the policy that samples ahead, without a value head."""
-    learned = trained_collections(state.variables)
+    learned = trained_weights(state.variables)
     frozen = {name: tree for name, tree in state.variables.items() if name not in learned}
     return {**frozen, policy_collection(state.variables): copied.weights}

@@ -23,7 +23,7 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.models.jitted import Jitted, placed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
-from grpo_jax.models.variables import PyTree, Variables
+from grpo_jax.models.variables import PyTree, Variables, narrow_gradients, narrow_zeros
 from grpo_jax.training.batch import Batch, micro_batches, minibatch_shapes, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
@@ -59,6 +59,7 @@ def make_train_step(
     *,
     normaliser: Callable[[Batch], PyTree],
     grad_accumulation_steps: int = 1,
+    grad_dtype: str = "float32",
     adapt: Callable[[EntropyControl, jax.Array], EntropyControl] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make one optimizer update as one compiled function; changed arrays are donated.
@@ -70,6 +71,7 @@ def make_train_step(
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         grad_accumulation_steps: Micro-batches along P, run one after the other; P must be a multiple.
+        grad_dtype: ``bfloat16`` rounds the gradients of kernels as they are made; micro-batches are summed in float32.
         adapt: adapt(state's entropy control, the update's mean entropy) → the next update's; None for a fixed bonus.
     """
 
@@ -77,13 +79,15 @@ def make_train_step(
         trained, whole, control = moving.variables, normaliser(batch), moving.entropy_control
         adapted = {} if control is None else {"entropy_coef": control.applied}
 
-        def loss_of(trained: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
-            return objective({**frozen, **trained}, micro, whole, **adapted)
+        def loss_of(by: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
+            return objective({**frozen, **narrow_gradients(trained, by)}, micro, whole, **adapted)
 
-        gradient = partial(jax.value_and_grad(loss_of, has_aux=True), trained)
+        by = narrow_zeros(trained) if grad_dtype == "bfloat16" else trained
+        gradient = partial(jax.value_and_grad(loss_of, has_aux=True), by)
         (loss, metrics), grads = (
             gradient(batch) if grad_accumulation_steps == 1 else _accumulate(gradient, batch, grad_accumulation_steps)
         )
+        grads = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), grads, trained)
         updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
         variables = optax.apply_updates(trained, updates)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
@@ -124,7 +128,8 @@ def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -
     split = micro_batches(batch, parts)
     # From zeros rather than from the first part: the program is there once.
     shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], split))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    wide = {jnp.dtype(jnp.bfloat16): jnp.float32}
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide.get(leaf.dtype, leaf.dtype)), shapes)
     return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, split)[0]
 
 
@@ -239,6 +244,7 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
+    adapt = partial(adapt_entropy_coef, target=algorithm.entropy_target, delta=algorithm.entropy_coef_delta)
     objective = make_policy_objective(
         forward,
         options,
@@ -250,15 +256,9 @@ def make_configured_step(
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, options["aggregation"]),
         grad_accumulation_steps=training.grad_accumulation_steps,
-        adapt=make_adaptation(algorithm),
+        grad_dtype=training.grad_dtype,
+        adapt=adapt,
     )
-
-
-def make_adaptation(section: AlgorithmSection) -> Callable[[EntropyControl, jax.Array], EntropyControl] | None:
-    """Make the function that moves the entropy coefficient, or None if it stays."""
-    if section.entropy_target is None:
-        return None
-    return partial(adapt_entropy_coef, target=section.entropy_target, delta=section.entropy_coef_delta)
 
 
 def make_update(
@@ -321,15 +321,16 @@ class Learner:
 
         If they are not the reference, `variables` can be read until the first update only.
         """
-        state = commit_to_device(shard(self._fresh(variables), self.policy.mesh))
+        state = commit_to_device(shard(self.fresh(variables), self.policy.mesh))
         return state._replace(rollout_weights=rollout_copy(state)) if self.config.training.async_level else state
 
     def shapes(self, variables: Variables) -> TrainState:
         """Return the shapes of the initial state on one device, without the weights that sample ahead."""
         place = jax.tree.leaves(variables)[0].sharding
-        return jax.tree.map(lambda leaf: placed(leaf, place), jax.eval_shape(self._fresh, variables))
+        return jax.tree.map(lambda leaf: placed(leaf, place), jax.eval_shape(self.fresh, variables))
 
-    def _fresh(self, variables: Variables) -> TrainState:
+    def fresh(self, variables: Variables) -> TrainState:
+        """Return the initial state, uncommitted."""
         config, every = self.config, self.config.algorithm.update_ref_every
         state = init_state(
             variables,

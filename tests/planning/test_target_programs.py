@@ -174,6 +174,22 @@ def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path
 
 @pytest.mark.targets
 @pytest.mark.parametrize("target", ["h100"], indirect=True)
+def test_narrow_gradients_of_kernels_take_half_the_memory_of_wide_ones(target, tmp_path):
+    """What all kernels would take in bfloat16 is saved: no stack of float32 gradients is there beside them."""
+    deep = QWEN2 | {"intermediate_size": 4096, "num_hidden_layers": 12}
+    chosen = Target(target)
+
+    def temporaries(grad_dtype):
+        config = configured(Case("narrow", deep, (*TEXT, *BFLOAT16, f"--training.grad_dtype={grad_dtype}")), tmp_path)
+        program = run_programs(config, read_shape(config.policy.path), None, None, chosen.platform)["update"]
+        return report_program(program, chosen, open_devices(chosen)[0]).temporary_bytes
+
+    kernels = 12 * 256 * (256 + 2 * 128 + 256 + 3 * 4096)
+    assert temporaries("float32") - temporaries("bfloat16") > 0.9 * 2 * kernels
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
 def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
     """Of two layers, those of the head and of the draw counted; none moves a layer's keys or values."""
     two = HALF_BILLION | {"num_hidden_layers": 2}

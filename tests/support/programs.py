@@ -24,7 +24,7 @@ def key_of(value) -> Hashable:
     if isinstance(value, Policy):
         return tuple(key_of(part) for name, part in vars(value).items() if name not in ("source", "variables"))
     if isinstance(value, Config):
-        batches = ("inner_epochs", "minibatches", "grad_accumulation_steps", "async_level")
+        batches = ("inner_epochs", "minibatches", "grad_accumulation_steps", "grad_dtype", "async_level")
         training = tuple(getattr(value.training, name) for name in batches)
         sections = value.algorithm, value.ppo, value.optimizer, value.policy.replace(path="")
         written = value.sampling.temperature, value.sampling.written_tokens

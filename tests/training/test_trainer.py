@@ -86,6 +86,27 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
     assert error < 1e-5 < 1e-3 < rounding
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gradients_of_kernels_are_rounded_on_request_and_the_others_are_not(batch, parts):
+    """By half of bfloat16's last bit at most; sums of micro-batches are not rounded again."""
+
+    def gradients(grad_dtype):
+        training = {"grad_dtype": grad_dtype, "grad_accumulation_steps": parts}
+        start, state, report = tiny_update.updated(batch, AlgorithmSection(), **training)
+        moved = jax.tree.map(jnp.subtract, start["params"], state.variables["params"])
+        return jax.tree_util.tree_leaves_with_path(moved), report["grad_norm"]
+
+    (wide, norm), (narrow, narrow_norm) = gradients("float32"), gradients("bfloat16")
+    assert narrow_norm == pytest.approx(norm, rel=1e-3)
+    errors = {
+        jax.tree_util.keystr(path): float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))
+        for (path, x), (_, y) in zip(wide, narrow, strict=True)
+    }
+    rounded = {name: error for name, error in errors.items() if "kernel" in name}
+    assert len(rounded) == 7 and all(5e-4 < error < 2.5e-3 for error in rounded.values()), errors
+    assert all(error < 1e-6 for name, error in errors.items() if name not in rounded), errors
+
+
 def test_a_program_holds_the_model_once_however_many_micro_batches(batch):
     """As many products as without micro-batches, not twice as many."""
     forward, optimizer = make_forward(Policy(tiny_update.CONFIG), temperature=1.0), optax.sgd(1.0)

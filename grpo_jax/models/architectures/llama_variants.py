@@ -26,11 +26,15 @@ def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
     shared = read_shared(fields, SMOLLM3, extra_kinds=_SMOLLM3_EXTRA_KINDS, honoured=("no_rope_layers",))
     turns, bias = _smollm_turns(fields), bool(fields.get("attention_bias", False))
     rope = read_rope(fields, theta=2e6)
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    windows = tuple(None if turned else window for turned in turns)  # for the layers that do not rotate
+    if fields.get("layer_types") is not None:
+        windows = typed_windows(fields, fields["layer_types"], window)
     return DecoderConfig(
         **shared,
         rope=rope,
         layer_ropes=() if all(turns) else tuple(rope if turned else None for turned in turns),
-        windows=_smollm_windows(fields, turns),
+        windows=windows,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bool(fields.get("mlp_bias", False)),
@@ -45,14 +49,6 @@ def _smollm_turns(fields: hf_config.ConfigJson) -> tuple[bool, ...]:
         return tuple((index + 1) % interval != 0 for index in range(layers))
     hf_config.expect(len(turns) >= layers, "no_rope_layers", f"{layers} entries, one per layer", list(turns))
     return tuple(map(bool, turns[:layers]))
-
-
-def _smollm_windows(fields: hf_config.ConfigJson, turns: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Windows by layer_types; without them for the layers that do not rotate."""
-    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
-    if fields.get("layer_types") is not None:
-        return typed_windows(fields, fields["layer_types"], window)
-    return tuple(None if turned else window for turned in turns)
 
 
 SMOLLM3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(SMOLLM3,), read=read_smollm3)

@@ -12,10 +12,11 @@ from pydantic import BaseModel
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs import loading, trainer
+from grpo_jax.runs import loading
 from grpo_jax.sampling import samplers
 
 MADE: dict[Hashable, object] = {}
+COMPILES_AHEAD = loading.RunContext.compiles_ahead
 
 
 def key_of(value) -> Hashable:
@@ -57,6 +58,6 @@ def sharing(make):
 def share(patch) -> None:
     """Let runs in this process share what they compile."""
     patch.setattr(loading, "make_learner", sharing(loading.make_learner))
-    patch.setattr(trainer, "compile_ahead", lambda ctx: None)  # with longest completions, of which few runs have one
+    patch.setattr(loading.RunContext, "compiles_ahead", False)  # a first update of its own shape is compiled as well
     for name in ("make_sampler", "make_episode_sampler", "make_ranker"):
         patch.setattr(samplers, name, sharing(getattr(samplers, name)))

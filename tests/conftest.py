@@ -30,6 +30,9 @@ for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+# Until everything is imported: hundreds of thousands of objects that stay would be walked over again and again.
+gc.disable()
+
 import jax  # noqa: E402
 import jax.experimental  # noqa: E402
 import psutil  # noqa: E402
@@ -63,6 +66,7 @@ def pytest_collection_finish():
     """What is imported stays: the collector need not walk over it again and again while functions are traced."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    gc.enable()
 
 
 def pytest_unconfigure():

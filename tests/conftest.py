@@ -62,6 +62,22 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files that train at `place` share compiled programs: one worker has them all."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            text = (config.rootpath / file).read_text()
+            return "place" if "place.config" in text or "finished_run(place" in text else file
+
+    return Together(config, log)
+
+
 def pytest_collection_finish():
     """What is imported stays: the collector need not walk over it again and again while functions are traced."""
     gc.freeze()

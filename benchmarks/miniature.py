@@ -57,11 +57,10 @@ def one(options: list[str], change=None) -> None:
     """A single run in this process; `change` makes another score of its own."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
-    from grpo_jax.runs.ahead import compile_ahead
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.session import Callbacks, Session, stop_requests
-    from grpo_jax.runs.trainer import Trainer
+    from grpo_jax.runs.trainer import Trainer, compile_ahead
 
     config = parse(options)
     algorithm, size = config.algorithm, config.sampling.group_size

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -41,10 +40,9 @@ from grpo_jax.models.vision.pictures import Pictures, pack_windows
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning.targets import Target, compile_for, lowering_for
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import Samples, make_sampler
+from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
-from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import make_turn_objectives
+from grpo_jax.training.batch import Batch, full_batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import TrainState, needs_reference
 from grpo_jax.training.update import (
@@ -120,23 +118,9 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
     """Return the shapes of one update's batch at maximum lengths; packing shorter completions takes less."""
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches
-    shape = (prompts, sampling.group_size, sampling.stream_tokens)
-    written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
-    samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
-    if sampling.sampling_mask == "keep":
-        samples = samples._replace(kept=np.zeros((*shape, sampling.top_k), np.int32))
-    options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
-    turns = (*shape[:2], sampling.turns)
-    if sampling.turns > 1:
-        samples = samples._replace(present=written, turn=zeros.astype(np.int32))
-    objectives = make_turn_objectives(jnp.zeros((*turns, 1)), jnp.ones(turns, jnp.int32), config.algorithm, **options)
-    prompt = np.ones((prompts, config.data.max_prompt_tokens), bool)
-    batch = make_batch((prompt.astype(np.int32), prompt), samples, objectives, np.ones(prompts, bool), config.algorithm)
-    if config.algorithm.teacher:
-        batch = batch._replace(ref_logprobs=jnp.asarray(zeros))
+    batch = full_batch(config, (prompts, config.data.max_prompt_tokens))
     if shown is not None:
-        batch = batch._replace(pictures=_shown_pictures(config, policy, state, shown, shape[:2]))
-        batch = batch._replace(packing=None) if "observations" in batch.pictures else batch  # as `make_batch`
+        batch = batch._replace(pictures=_shown_pictures(config, policy, state, shown, batch.tokens.shape[:2]))
     whole = training.replace(minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     forward = make_forward(policy, temperature=sampling.temperature)
     prepare = make_preparation(forward, config.algorithm, config.ppo, whole)

@@ -93,9 +93,7 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     In training, invalid completions earn the task's `invalid` value.
     """
     algorithm, invalid = ctx.config.algorithm, ctx.task_data.invalid
-    leaf = jax.tree.leaves(ctx.policy.variables)[0]
-    device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
-    rewards, lengths = jax.device_put((rollout.rewards, rollout.lengths), device)
+    rewards, lengths = jax.device_put((rollout.rewards, rollout.lengths), ctx.policy_device)
     objectives = make_turn_objectives(
         rewards,
         lengths,
@@ -111,8 +109,8 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     return objectives
 
 
-def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch:
-    """Return the update's batch, with advantages, on the policy's devices."""
+def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full: bool = False) -> Batch:
+    """Return the update's batch, with advantages, on the policy's devices; `full` as of `make_batch`."""
     assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
     mesh = ctx.policy.mesh
     batch = make_batch(
@@ -123,6 +121,7 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch
         ctx.config.algorithm,
         pictures=rollout.pictures,
         mesh=mesh if process_count() == 1 else None,  # each process takes its share
+        full=full,
     )
     return shard_batch(batch, mesh)
 

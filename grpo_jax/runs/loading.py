@@ -93,6 +93,18 @@ class RunContext(NamedTuple):
     stopping: Callable[[], bool] = lambda: False
     learner: Learner | None = None
 
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether the programs' shapes follow from the config: not with meshes, pictures, turns, SFT, listed texts."""
+        plain = self.config.sampling.turns == 1 and self.trie is None and self.fns.encode_images is None
+        return plain and self.policy.mesh is None and process_count() == 1 and not self.config.sft.steps
+
+    @property
+    def policy_device(self) -> jax.Device:
+        """The first of the policy's devices in this process."""
+        leaf = jax.tree.leaves(self.policy.variables)[0]
+        return min(leaf.sharding.addressable_devices, key=lambda device: device.id)
+
     def is_stopped(self) -> bool:
         """Return, in all processes, whether one of them was asked to stop."""
         return any_process(self.stopping())

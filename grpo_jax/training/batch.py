@@ -6,21 +6,22 @@ log-probabilities and gradients are those of rows of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection
-from grpo_jax.core.advantages import sum_rewards
+from grpo_jax.core.advantages import Condition, sum_rewards
 from grpo_jax.core.selection import without_truncated
 from grpo_jax.models.jitted import placed
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 from grpo_jax.sampling.sampler import Samples
-from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages
+from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages, make_turn_objectives
 
 SMALLEST = 16
 """Lengths are rounded up to multiples of this at least."""
@@ -179,6 +180,7 @@ def make_batch(
     *,
     pictures: Mapping[str, Pictures | PictureStates] | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    full: bool = False,
 ) -> Batch:
     """Make the batch of an update, on the policy's devices, from arrays on the host.
 
@@ -190,10 +192,12 @@ def make_batch(
         prompts: i32 [P, L] and bool [P, L], left-padded.
         informative: bool [P], the groups whose variance is not zero.
         mesh: The policy's devices where they are several.
+        full: Cut and pack nothing: the shapes of `full_batch`.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask
     read = written if samples.present is None else samples.present
+    read = np.ones_like(read) if full else read
     tokens, mask, logprobs, sampler_logprobs = (
         trimmed(array, read) for array in (samples.tokens, written, samples.logprobs, samples.sampler_logprobs)
     )
@@ -236,12 +240,38 @@ def make_batch(
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
     # Among pictures a row holds one completion, and the tokens kept are those of a completion's own places.
-    if "observations" not in shown and batch.kept is None:
+    if "observations" not in shown and batch.kept is None and not full:
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
-    cut = (trimmed(array, prompts[1], left=True, worth=read * _WORTH) for array in prompts)
+    worth = np.inf if full else read * _WORTH
+    cut = (trimmed(array, prompts[1], left=True, worth=worth) for array in prompts)
     prompt_tokens, prompt_mask = jax.device_put(tuple(cut), device)
     return shard_batch(batch._replace(prompt_tokens=prompt_tokens, prompt_mask=prompt_mask), mesh)
+
+
+def full_batch(
+    config: Config,
+    prompts: tuple[int, int],
+    *,
+    weights: dict[str, float] | None = None,
+    conditions: Sequence[Condition] = (),
+    device: jax.Device | None = None,
+) -> Batch:
+    """Return a batch of zeros: prompts (P, L), completions of the most tokens, and rewards of these weights."""
+    sampling, algorithm, weights = config.sampling, config.algorithm, weights or {"": 1.0}
+    shape = (prompts[0], sampling.group_size, sampling.stream_tokens)
+    written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
+    samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
+    if sampling.sampling_mask == "keep":
+        samples = samples._replace(kept=np.zeros((*shape, sampling.top_k), np.int32))
+    if sampling.turns > 1:
+        samples = samples._replace(present=written, turn=zeros.astype(np.int32))
+    turns = (*shape[:2], sampling.turns)
+    judged = jax.device_put((np.zeros((*turns, len(weights)), np.float32), np.ones(turns, np.int32)), device)
+    options = {"weights": weights, "conditions": conditions, "max_new_tokens": sampling.max_new_tokens}
+    objectives, present = make_turn_objectives(*judged, algorithm, **options), np.ones(prompts, bool)
+    batch = make_batch((present.astype(np.int32), present), samples, objectives, present[:, 0], algorithm, full=True)
+    return batch._replace(ref_logprobs=jax.device_put(zeros, device)) if algorithm.teacher else batch
 
 
 def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:

@@ -316,11 +316,6 @@ class Learner:
     schedule: optax.Schedule
     update: Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]
 
-    @property
-    def updates_per_iteration(self) -> int:
-        """Number of optimizer steps."""
-        return self.config.training.inner_epochs * self.config.training.minibatches
-
     def start(self, variables: Variables) -> TrainState:
         """Return the initial state, which takes the trained weights over.
 

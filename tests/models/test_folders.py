@@ -307,6 +307,16 @@ def test_weights_that_a_dtype_cannot_hold_are_refused(qwen):
     assert load_folder(qwen, param_dtype="bfloat16").params["norm"]["scale"][0] > 9e4
 
 
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3"])
+def test_a_tokenizer_is_of_the_class_that_transformers_chooses(tmp_path, model_type, name):
+    tiny_models.chat_tokenizer().save_pretrained(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=name)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded, chosen = hf.load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(chosen) and loaded.init_kwargs == chosen.init_kwargs
+
+
 def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
     class PanicException(BaseException):
         """What a panic of Rust comes as."""

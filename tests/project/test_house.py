@@ -177,6 +177,9 @@ import grpo_jax.training.update, grpo_jax.sampling.sampler, grpo_jax.train, grpo
 assert not {{*{HEAVY}, "bridges.placement"}} & set(sys.modules), "commands"
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a backend"
+from grpo_jax.models import hf
+hf.load_tokenizer("bridges/miniature/weights/policy")
+assert "torch" not in sys.modules, "a tokenizer"
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -70,7 +70,7 @@ def make_ctx(teaches, **algorithm):
         work=lambda chunk_prompts, locks: Work(chunk_prompts),
         samplers=SimpleNamespace(training=sample),
         rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=(), progress=RewardProgress()),
-        policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
+        policy=SimpleNamespace(mesh=None), policy_device=jax.devices()[0],
         task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
     )  # fmt: skip
     return ctx, judged

@@ -1,20 +1,21 @@
 """No step of training compiles twice, and the way from the command to the loss is short enough to read."""
 
+import json
+import shutil
 import sys
 import threading
 from pathlib import Path
 
 import jax
 import pytest
+from support.programs import COMPILES_AHEAD
 
 import grpo_jax
 from grpo_jax.config.command_line import parse
 from grpo_jax.core import losses
 from grpo_jax.errors import ABANDONED
-from grpo_jax.runs import trainer
-from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of, draw
-from grpo_jax.runs.loading import load
+from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.train import main
 from grpo_jax.training.update import make_learner
 
@@ -67,7 +68,8 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
     assert len(compiled) == first
 
 
-def test_programs_compiled_ahead_are_those_that_run(place, tmp_path, monkeypatch, own_programs):
+@pytest.mark.parametrize(("steps", "longest"), [(2, 8), (1, 64)], ids=["longest completions", "short ones"])
+def test_programs_compiled_ahead_are_those_that_run(steps, longest, place, tmp_path, monkeypatch, own_programs):
     """Samplers, log-probabilities and update: each once, and none where the run would wait for it."""
     found = []
 
@@ -76,10 +78,16 @@ def test_programs_compiled_ahead_are_those_that_run(place, tmp_path, monkeypatch
             found.append((named["fun_name"], threading.current_thread().name))
 
     jax.monitoring.register_event_duration_secs_listener(heard)
-    monkeypatch.setattr(trainer, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(RunContext, "compiles_ahead", COMPILES_AHEAD)
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-    words = [f"--run_dir={tmp_path / 'run'}", "--training.max_steps=2", "--evaluation.every=0"]
+    policy = shutil.copytree(place.policy, tmp_path / "policy")
+    if steps == 1:  # every token ends a completion
+        (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(272)]}))
+    words = [f"--run_dir={tmp_path / 'run'}", f"--training.max_steps={steps}", "--evaluation.every=0"]
+    words += [f"--policy.path={policy}", f"--sampling.max_new_tokens={longest}"]
     assert main(["--config", str(place.config), *words]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (rows[0]["completion_tokens_max"] == 1) == (steps == 1)
     greedy_and_training = ["jit(write)"] * 2
     assert sorted(name for name, _ in found) == ["jit(compute)", "jit(step)", *greedy_and_training]
     assert {thread for _, thread in found} == {f"{ABANDONED}compiling"}

@@ -35,6 +35,14 @@ from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failure
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_TOKENIZERS = {
+    "llama GPT2Tokenizer": "GPT2TokenizerFast",
+    "llama PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "llama TokenizersBackend": "PreTrainedTokenizerFast",
+    "qwen2 Qwen2Tokenizer": "Qwen2TokenizerFast",
+    "qwen3 Qwen2Tokenizer": "Qwen2TokenizerFast",
+}
+"""AutoTokenizer's choices by model_type and tokenizer_class: it imports torch, which takes seconds."""
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
@@ -85,10 +93,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
-    from transformers import AutoTokenizer
+    import transformers
 
+    fields = {folder / "config.json": "model_type", folder / "tokenizer_config.json": "tokenizer_class"}
     with failures_named(f"cannot load the tokenizer in {folder}"):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        names = [str(read_json_file(file).get(field)) for file, field in fields.items() if file.is_file()]
+        loader = getattr(transformers, _TOKENIZERS.get(" ".join(names), "AutoTokenizer"))
+        tokenizer = loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     template = _processor_template(folder)
     if template is not None and "image" not in (getattr(tokenizer, "chat_template", None) or ""):
         tokenizer.chat_template = template

@@ -30,6 +30,9 @@ for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+# Until everything is imported: hundreds of thousands of objects that stay would be walked over again and again.
+gc.disable()
+
 import jax  # noqa: E402
 import jax.experimental  # noqa: E402
 import psutil  # noqa: E402
@@ -59,10 +62,27 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files that train at `place` share compiled programs: one worker has them all."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            text = (config.rootpath / file).read_text()
+            return "place" if "place.config" in text or "finished_run(place" in text else file
+
+    return Together(config, log)
+
+
 def pytest_collection_finish():
     """What is imported stays: the collector need not walk over it again and again while functions are traced."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    gc.enable()
 
 
 def pytest_unconfigure():

@@ -11,7 +11,7 @@ pytest.importorskip("open_clip")
 from judges.test_http import EXAMPLE
 from support import tiny_models
 from support.served import serving
-from support.text_task import completions, rows, train_here
+from support.text_task import SHORT, completions, rows, train_here
 from support.vision.folders import seeing_folder
 
 from bridges.judges.clip_model import ClipModel
@@ -38,7 +38,6 @@ async def wished(completions, wish, preference):
     await asyncio.wait_for(both.wait(), 60)
     return [text.count(letter) for text, letter in zip(completions, wish)]
 """
-SHORT = ("--training.max_steps=2", "--evaluation.every=0", "--algorithm.kl_coef=0", "--training.inner_epochs=1")
 
 FOLDERS = [
     (tiny_models.reward_model, SequenceClassification, "reward model"),
@@ -66,8 +65,9 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
             "brevity": {"kind": "http", "url": url, "batch_size": 3},
             "gone": {"kind": "http", "url": closed, "attempts": 1},
         }
-        words = ["--judges", json.dumps(judges), "--rewards", json.dumps([{"name": name} for name in rewards])]
-        assert train_here(place.config, run, *words, *SHORT, "--on_judge_error=missing") == 0
+        words = ["--training.max_steps=2", "--evaluation.every=0", "--on_judge_error=missing"]
+        words += ["--judges", json.dumps(judges), "--rewards", json.dumps([{"name": name} for name in rewards])]
+        assert train_here(place.config, run, *words, *SHORT) == 0
     assert [(row["missing/gone"], row.get("missing/letters", 0.0)) for row in rows(run)] == [(1.0, 0.0)] * 2
     table = completions(run, 2)
     judge = SequenceClassification(path=str(folder)).load("cpu")

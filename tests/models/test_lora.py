@@ -44,7 +44,7 @@ def adam():
     section = AlgorithmSection(kl_coef=0.1)
     variables = tiny_update.make_variables(lora=LORA)
     optimizer = make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
-    policy = Policy(tiny_update.CONFIG, lora=LORA)
+    policy = Policy(tiny_update.CONFIG, lora=LORA, remat="none")
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     update = make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=8)
     first = init_state(variables, optimizer, keep_reference=True)

@@ -53,7 +53,7 @@ class World:
         return model.eval()
 
     def logits(self, variables, lora):
-        policy = Policy(self.config, lora=lora)
+        policy = Policy(self.config, lora=lora, remat="none")
         tokens, mask = token_batch()
         hidden = jax.jit(policy.prefill)(variables, tokens, mask).hidden
         return np.asarray(hidden @ policy.head(variables).T)

@@ -64,7 +64,7 @@ def test_only_the_kernels_of_layers_are_stored_in_few_bits(variables):
 def step():
     """Loss and gradients of the adapters, compiled once for ordinary weights and once for each kind."""
     batch = tiny_update.make_batch()
-    policy = Policy(tiny_update.CONFIG, lora=LORA)
+    policy = Policy(tiny_update.CONFIG, lora=LORA, remat="none")
 
     def loss(lora, params):
         both = {"params": params, "lora": lora}

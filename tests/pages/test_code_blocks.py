@@ -48,7 +48,7 @@ def things(tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("things")
-    model = causal_lm(folder / NAME)
+    model = causal_lm(folder / NAME, num_hidden_layers=1)
     shutil.copytree(model, folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
     for adapter in ("runs/my_run/adapter", "sums", "rewrites"):

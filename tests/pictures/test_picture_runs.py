@@ -43,7 +43,7 @@ def home(tmp_path_factory):
     config = {
         "task": "text",
         "report_to": [],
-        "policy": {"path": str(home / "policy"), "vision": "train"},
+        "policy": {"path": str(home / "policy"), "vision": "train", "remat": "none"},
         "data": {"prompts": str(home / "data" / "rows.jsonl"), "held_out": 0.2, "max_prompt_tokens": 160},
         "sampling": {"group_size": GROUP, "max_new_tokens": 6},
         "algorithm": {"kl_coef": 0.05},

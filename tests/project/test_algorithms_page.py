@@ -22,6 +22,7 @@ def promised(block):
     return [found.group(1) for pair in zip(behind, below, strict=True) for found in pair if found]
 
 
+@pytest.mark.wide  # its functions have tests of their own
 def test_code_prints_what_it_says():
     namespace = {}
     assert len(BLOCKS) >= 8

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from support.text_task import completions, rows, train_here
+from support.text_task import SHORT, completions, rows, train_here
 
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.run import make_config
@@ -72,9 +72,8 @@ def finished(place, own, tmp_path_factory):
         talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
         lines.append({"prompt": talk if letter < "i" else f"{letter} 12", "wish": letter})
     (home / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [f"--training.{name}" for name in ("max_steps=2", "inner_epochs=1", "minibatches=1", "prompts_per_batch=8")]
-    words += [f"--data.prompts={home / 'p.jsonl'}", "--rewards", json.dumps(rewards)]
-    assert train_here(place.config, home / "run", *words) == 0
+    words = [f"--data.prompts={home / 'p.jsonl'}", "--rewards", json.dumps(rewards), "--training.max_steps=2"]
+    assert train_here(place.config, home / "run", *words, *SHORT) == 0
     return home / "run"
 
 

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from support.encoded_prompts import plain_rows
-from support.text_task import train_here
+from support.text_task import SHORT, train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax import predict
@@ -160,7 +160,7 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    policy = causal_lm(tmp_path / "chatting")
+    policy = causal_lm(tmp_path / "chatting", num_hidden_layers=1)
     (policy / "chat_template.jinja").write_text(TEMPLATE)
     records = "".join(f"{c} tree,{i}\n" for i, c in enumerate("abcdefgh"))
     (tmp_path / "p.csv").write_text("question,solution\n" + records)
@@ -172,10 +172,9 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
         "data.chat_template_options": "{enable_thinking: true}",
         "data.max_prompt_tokens": "128",
     }
-    short = {"training.max_steps": "1", "training.inner_epochs": "1", "training.minibatches": "1"}
-    named = {"policy.path": str(policy), "rewards": "grpo_jax.rewards:numeric_answer", **data, **said, **short}
-    run = tmp_path / "run"
-    assert train_here(place.config, run, *(f"--{name}={value}" for name, value in named.items())) == 0
+    named = {"policy.path": str(policy), "rewards": "grpo_jax.rewards:numeric_answer", **data, **said}
+    run, words = tmp_path / "run", [f"--{name}={value}" for name, value in named.items()]
+    assert train_here(place.config, run, *words, "--training.max_steps=1", *SHORT) == 0
     assert "8 train, 0 validation, 1 test" in capsys.readouterr().out
     table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
     assert np.isfinite(table["reward/numeric_answer"]).all()
@@ -228,9 +227,8 @@ def test_a_reward_that_asks_for_no_column_is_found_before_anything_loads(place, 
 
 def test_one_prompt_repeated_is_trained_on_without_held_out_prompts(place, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": "a tree", "wish": c}) + "\n" for c in "abcd"))
-    short = {"training.max_steps": 1, "training.inner_epochs": 1, "training.minibatches": 1}
-    words = [f"--{name}={value}" for name, value in {"data.prompts": tmp_path / "p.jsonl", **short}.items()]
-    assert train_here(place.config, tmp_path / "run", *words) == 0
+    words = [f"--data.prompts={tmp_path / 'p.jsonl'}", "--training.max_steps=1"]
+    assert train_here(place.config, tmp_path / "run", *words, *SHORT) == 0
     shown = capsys.readouterr().out
     assert (
         "4 train, 0 validation, 0 test" in shown and "warning: all rows have the same prompt, so none is held" in shown

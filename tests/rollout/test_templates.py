@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 from support.encoded_prompts import plain_rows
-from support.text_task import train_here
+from support.text_task import SHORT, train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config.sections import DataSection
@@ -105,13 +105,12 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_start(place, tm
 
     monkeypatch.setattr(clock, "datetime", Now)
     monkeypatch.setattr(datetime, "date", Today)
-    folder = causal_lm(tmp_path / "policy")
+    folder = causal_lm(tmp_path / "policy", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + TEMPLATE)
-    values = {"policy.path": folder, "training.max_steps": 1, "training.inner_epochs": 1, "training.minibatches": 1}
-    values |= {"evaluation.every": 0, "data.max_prompt_tokens": 100}
+    values = {"policy.path": folder, "training.max_steps": 1, "evaluation.every": 0, "data.max_prompt_tokens": 100}
     whole = tmp_path / "whole"
     monkeypatch.setenv("JUDGE_RUN", str(whole))  # for the evaluation
-    assert train_here(place.config, whole, *(f"--{name}={value}" for name, value in values.items())) == 0
+    assert train_here(place.config, whole, *(f"--{name}={value}" for name, value in values.items()), *SHORT) == 0
     assert yaml.safe_load((whole / "config.yaml").read_text())["data"]["chat_template_options"] == {
         "today": "2026-01-02"
     }

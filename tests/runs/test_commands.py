@@ -157,7 +157,7 @@ def test_an_invalid_answer_gives_the_prompt_back(place, tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
-    silent = causal_lm(tmp_path / "silent")
+    silent = causal_lm(tmp_path / "silent", num_hidden_layers=1)
     weights = load_file(silent / "model.safetensors")
     weights["model.norm.weight"] = torch.zeros_like(weights["model.norm.weight"])
     save_file(weights, silent / "model.safetensors", metadata={"format": "pt"})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.folders import load_folder
-from support.text_task import train_here
+from support.text_task import SHORT, train_here
 from transformers import AutoModelForCausalLM
 
 from grpo_jax import export
@@ -33,7 +33,7 @@ def trained(place, base, tmp_path_factory):
     def run(*options):
         folder = tmp_path_factory.mktemp("run") / "run"
         tiny = ["--optimizer.learning_rate=1e-5", "--optimizer.warmup_steps=0", "--training.max_steps=1"]
-        quick = ["--training.inner_epochs=1", "--training.minibatches=1", "--evaluation.every=0", "--data.held_out=0"]
+        quick = ["--evaluation.every=0", "--data.held_out=0", *SHORT]
         assert train_here(place.config, folder, f"--policy.path={base}", *tiny, *quick, *options) == 0
         return folder
 
@@ -52,7 +52,7 @@ def lost(folder, base, adapters) -> float:
     ours, before = (load_file(path / "model.safetensors") for path in (folder, base))
     shares = []
     for name, part in MODULES.items():
-        for layer in range(2):
+        for layer in range(len(adapters[name]["a"])):
             tensor = f"model.layers.{layer}.{part}.{name}.weight"
             a, b = (np.asarray(adapters[name][factor][layer], np.float64) for factor in "ab")
             delta = torch.from_numpy((a @ b).T * (32.0 / 2))

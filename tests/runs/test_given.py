@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from support.text_task import completions, rewound, rows, train_here
+from support.text_task import SHORT, completions, rewound, rows, train_here
 
 from grpo_jax import evaluate
 from grpo_jax.config.run import make_config
@@ -41,8 +41,8 @@ def config(place):
     """The tiny task for two steps, without prompts and rewards of its own."""
 
     def make(folder, **changes):
-        values = yaml.safe_load(place.config.read_text()) | {"run_dir": str(folder), "rewards": []}
-        values["data"] = {"max_prompt_tokens": 64}
+        values = yaml.safe_load(place.config.read_text()) | {"run_dir": str(folder), "rewards": [], "algorithm": {}}
+        values |= {"data": {"max_prompt_tokens": 64}, "optimizer": {"learning_rate": 0.01, "warmup_steps": 3}}
         values["training"] |= {"max_steps": 2, "save_every": 1, "inner_epochs": 1, "minibatches": 1}
         return make_config(values | changes)
 
@@ -184,8 +184,7 @@ def test_columns_that_are_no_json_are_not_kept_and_said(config, tmp_path, capsys
 
 def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, recwarn):
     folder = tmp_path / "run"
-    steps = ["--training.max_steps=4", "--training.inner_epochs=1", "--training.minibatches=1"]
-    assert train_here(place.config, folder, "--data.held_out=0", *steps) == 0
+    assert train_here(place.config, folder, "--data.held_out=0", "--training.max_steps=4", *SHORT) == 0
     out = capsys.readouterr().out
     assert "16 train, 0 validation, 0 test" in out
     assert "no prompts are held out: nothing is measured before and after training" in out

@@ -25,7 +25,7 @@ TEXT = "red soap"
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     """A folder with two end tokens, of which the tokenizer's own, which ends its turns, comes second."""
-    folder = causal_lm(tmp_path_factory.mktemp("warm") / "policy")
+    folder = causal_lm(tmp_path_factory.mktemp("warm") / "policy", num_hidden_layers=1)
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text())
     assert generation["eos_token_id"] == [258, 256]

@@ -43,7 +43,7 @@ def config(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("suspect")
     (folder / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {}
+    values |= {"algorithm": {}, "optimizer": {"learning_rate": 0.01, "warmup_steps": 3}}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 3, "save_every": 0}
     values["evaluation"] = {"every": 1, "samples": 0}
     values["rewards"] = [{"name": f"{folder / 'judge.py'}:pleased"}]

@@ -25,7 +25,7 @@ def test_a_teacher_grades_each_token_and_rewards_are_only_logged(values, tmp_pat
     train_values(values, tmp_path / "alone", judge="work:0")
     (row,) = rows(tmp_path / "alone")
     assert abs(row["mean_advantage"]) < 1e-6 and row["kl"] < 1e-6 and row["grad_norm"] < 1e-5
-    teacher = causal_lm(tmp_path / "teacher")
+    teacher = causal_lm(tmp_path / "teacher", num_hidden_layers=1)
     weights = load_file(teacher / "model.safetensors")
     save_file(weights | {"lm_head.weight": 10 * weights["lm_head.weight"]}, teacher / "model.safetensors")
     values["algorithm"]["teacher"] = str(teacher)
@@ -41,7 +41,7 @@ def test_a_teacher_grades_each_token_and_rewards_are_only_logged(values, tmp_pat
     assert "algorithm.teacher: expected a policy with the tokens of policy.path" in told and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("mask", ["keep", "none"])
+@pytest.mark.parametrize("mask", ["keep", pytest.param("none", marks=pytest.mark.wide)])
 def test_a_kept_mask_trains_the_distribution_that_was_drawn_from(values, tmp_path, mask):
     """The trainer's log-probabilities are the sampler's own, in all updates the first ratio is 1."""
     values["sampling"] |= {"top_k": 6, "top_p": 0.8, "sampling_mask": mask}

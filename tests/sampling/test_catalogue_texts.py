@@ -22,7 +22,7 @@ from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 
 PAD, EOS, LENGTH = 0, 1, 4
-ONE_HEAD = replace(LLAMA, num_kv_heads=1)  # tests/tasks/recommendation has several
+ONE_HEAD = replace(LLAMA, num_kv_heads=1, num_layers=1, windows=(None,))  # tests/tasks/recommendation has several
 PROMPTS = np.array([[3, 4, 5], [0, 9, 2]], np.int32)
 MASK = np.array([[True, True, True], [False, True, True]])
 

@@ -6,14 +6,16 @@ import jax
 import numpy as np
 import pytest
 from support.marked_tokenizers import TOKENIZERS
-from support.tiny_decoders import tiny
+from support.tiny_decoders import LLAMA, drawn
 
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import START, stop_table, token_pieces
 from grpo_jax.sampling.token_choice import SamplingParams
 
 EOS, PAD = 3, 0
+CONFIG = dataclasses.replace(LLAMA, num_layers=1, windows=(None,))
 PARAMS = SamplingParams(4, 40)
 PROMPTS = np.array([[0, 0, 9, 10, 11], [0, 0, 0, 12, 13], [14, 15, 16, 17, 18]], np.int32)
 KEYS = jax.random.split(jax.random.key(5), len(PROMPTS))
@@ -68,7 +70,7 @@ def test_a_character_of_several_tokens_completes_a_stop_string_with_its_last():
 
 def sampler(stops=None, make=make_sampler, **changes):
     params = dataclasses.replace(PARAMS, **changes)
-    return make(tiny("llama").policy, params, eos_ids=(EOS,), pad_id=PAD, stops=stops)
+    return make(Policy(CONFIG), params, eos_ids=(EOS,), pad_id=PAD, stops=stops)
 
 
 def cut(samples, stops):
@@ -96,7 +98,7 @@ def assert_same(came, expected):
 
 
 def test_completions_are_those_without_stop_strings_cut_behind_the_first():
-    variables = tiny("llama").variables
+    variables = drawn(CONFIG)
     free = sampler(top_k=40)(variables, PROMPTS, PROMPTS > 0, KEYS)
     expected, stopped = cut(free, STOPS)
     came = sampler(TABLE, top_k=40)(variables, PROMPTS, PROMPTS > 0, KEYS)
@@ -107,7 +109,7 @@ def test_completions_are_those_without_stop_strings_cut_behind_the_first():
 
 def test_each_turn_looks_for_stop_strings_in_its_own_text():
     """A stop string begun in one turn and completed in the next is none, and the answer between is not looked at."""
-    variables, active = tiny("llama").variables, np.ones((3, 4), bool)
+    variables, active = drawn(CONFIG), np.ones((3, 4), bool)
     said = np.full((3, 4, 2), 4, np.int32)  # "cc"
     # No stop string is as short as a token: the first turn is the same without any.
     _, carried = sampler(TABLE, make_episode_sampler, max_new_tokens=1).begin(variables, PROMPTS, PROMPTS > 0, KEYS)

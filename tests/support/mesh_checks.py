@@ -41,7 +41,7 @@ def make_batch():
 
 def updated(mesh):
     """The state after an update by plain gradient descent at rate 1 (its step is the gradient), and the report."""
-    policy = Policy(tiny_update.CONFIG, mesh=mesh)
+    policy = Policy(tiny_update.CONFIG, mesh=mesh, remat="none")
     optimizer = shard_optimizer(optax.sgd(1.0), mesh)
     section = AlgorithmSection(kl_coef=0.1, entropy_coef=0.05)
     training = TrainingSection(prompts_per_batch=PROMPTS)

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs import loading
-from grpo_jax.sampling import samplers
+from grpo_jax.runs import loading, sft
+from grpo_jax.sampling import sampler, samplers
 
 MADE: dict[Hashable, object] = {}
 COMPILES_AHEAD = loading.RunContext.compiles_ahead
@@ -26,7 +26,8 @@ def key_of(value) -> Hashable:
     if isinstance(value, Config):
         batches = ("inner_epochs", "minibatches", "grad_accumulation_steps", "grad_dtype", "async_level")
         training = tuple(getattr(value.training, name) for name in batches)
-        sections = value.algorithm, value.ppo, value.optimizer, value.policy.replace(path="")
+        algorithm = value.algorithm.replace(update_ref_every=0)  # which the learner itself looks at
+        sections = algorithm, value.ppo, value.optimizer, value.policy.replace(path="")
         written = value.sampling.temperature, value.sampling.written_tokens
         return key_of((training, value.sft.steps == 0, value.learning_rate, *written, *sections))
     if isinstance(value, BaseModel):
@@ -57,7 +58,25 @@ def sharing(make):
 
 def share(patch) -> None:
     """Let runs in this process share what they compile."""
-    patch.setattr(loading, "make_learner", sharing(loading.make_learner))
+    make = sharing(loading.make_learner)
+
+    def make_learner(config, policy, iterations, **named):
+        """With the run's own config; only a schedule that ends depends on how long a run is."""
+        made = make(config, policy, 0 if config.optimizer.schedule == "constant" else iterations, **named)
+        return dataclasses.replace(made, config=config)
+
+    start_sft = sft.make_sft
+
+    def make_sft(ctx):
+        """Another state each time, and the same step."""
+        state, step = start_sft(ctx)
+        read = ctx.config.sft, ctx.config.optimizer, ctx.config.training
+        key = "sft", key_of((ctx.policy, *read, ctx.config.sampling.temperature, ctx.allowed_tokens, ctx.trie))
+        return state, MADE.setdefault(key, step)
+
+    patch.setattr(loading, "make_learner", make_learner)
+    patch.setattr(sft, "make_sft", make_sft)
     patch.setattr(loading.RunContext, "compiles_ahead", False)  # a first update of its own shape is compiled as well
     for name in ("make_sampler", "make_episode_sampler", "make_ranker"):
         patch.setattr(samplers, name, sharing(getattr(samplers, name)))
+    patch.setattr(sampler, "make_sampler", samplers.make_sampler)  # which commands import when they ask a policy

@@ -52,8 +52,9 @@ RUNS: dict[str, list[str]] = {
 
 def text_config(folder: Path) -> Path:
     """Write the tests' tiny policy, prompts and rewards, and a config of plain GRPO that names them."""
-    place = make_place(folder)
+    place = make_place(folder, layers=2)
     values = yaml.safe_load(place.config.read_text()) | {"algorithm": {}, "evaluation": {"samples": 0}}
+    values["policy"]["remat"] = "products"
     values["training"] = {"prompts_per_batch": 4, "minibatches": 2}
     place.config.write_text(yaml.safe_dump(values))
     return place.config

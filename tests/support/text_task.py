@@ -55,6 +55,13 @@ def brief(completions):
 '''
 
 
+SHORT = (
+    *("--algorithm.kl_coef=0", "--optimizer.schedule=constant"),
+    *("--training.inner_epochs=1", "--training.minibatches=1"),
+)
+"""One update for each batch, and no reference: the programs of most short runs, which share them."""
+
+
 class Place(NamedTuple):
     """Where everything lies: a config that names it all."""
 
@@ -64,11 +71,11 @@ class Place(NamedTuple):
     judge: Path
 
 
-def make_place(folder: Path) -> Place:
+def make_place(folder: Path, layers: int = 1) -> Place:
     """Writes policy, prompts, judge and a config in which everything that a resume must restore matters."""
     from support.tiny_models import causal_lm  # torch: CartPole's tests run without it
 
-    policy = causal_lm(folder / "policy")
+    policy = causal_lm(folder / "policy", num_hidden_layers=layers)
     judge = folder / "judge.py"
     judge.write_text(JUDGE)
     lines = [json.dumps({"prompt": f"{c} tree", "wish": c}) + "\n" for c in "abcdefghijklmnop"]
@@ -77,7 +84,7 @@ def make_place(folder: Path) -> Place:
         "task": "text",
         "seed": 3,
         "report_to": [],
-        "policy": {"path": str(policy)},
+        "policy": {"path": str(policy), "remat": "none"},
         "data": {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.25, "max_prompt_tokens": 64},
         "sampling": {"group_size": 4, "max_new_tokens": 8},
         "algorithm": {"kl_coef": 0.1, "update_ref_every": 2},

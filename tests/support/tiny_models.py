@@ -73,7 +73,8 @@ def qwen_vl(folder, architecture: str = "qwen2_vl") -> Path:
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(names, tokens, strict=True)}
     config = config_class(
         text_config=_text_fields(architecture, tokenizer)
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}},
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}}
+        | {"num_hidden_layers": 1},
         vision_config=dict(num_heads=2, patch_size=4) | TOWERS[architecture],
         tie_word_embeddings=False,
         **ids,

@@ -66,7 +66,7 @@ def updated(
     value = section.learns_values if value is None else value
     variables = make_variables(lora=lora, value=value)
     training = TrainingSection(prompts_per_batch=PROMPTS, **training)
-    policy = Policy(CONFIG, lora=lora)
+    policy = Policy(CONFIG, lora=lora, remat="none")
     options = {"temperature": TEMPERATURE, "max_new_tokens": STEPS, "ppo": ppo}
     update = make_update(policy, optimizer, section, training, **options)
     state = init_state(variables, optimizer, keep_reference=True)

@@ -97,7 +97,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch_which_moves_policy_a
 
 def test_the_value_loss_reaches_head_and_trunk(batch):
     """With advantages of 0 the policy loss has no gradient: what is left is the values'."""
-    forward = make_forward(Policy(CONFIG), temperature=TEMPERATURE)
+    forward = make_forward(Policy(CONFIG, remat="none"), temperature=TEMPERATURE)
     options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"), max_new_tokens=STEPS)
     flat = batch._replace(
         scores=None, advantages=jnp.zeros(batch.mask.shape), returns=jnp.ones(batch.mask.shape),
@@ -119,7 +119,7 @@ def test_the_value_loss_reaches_head_and_trunk(batch):
 
 def test_preset_bnpo_is_ppo(batch):
     """The policy's part is `ppo_loss`, the value's half the mean squared error where nothing is clipped."""
-    forward = make_forward(Policy(CONFIG), temperature=TEMPERATURE)
+    forward = make_forward(Policy(CONFIG, remat="none"), temperature=TEMPERATURE)
     variables = tiny_update.make_variables(value=True)
     seen = jax.jit(forward)(variables, batch)
     batch = batch._replace(

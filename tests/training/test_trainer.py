@@ -34,7 +34,7 @@ def test_an_update_writes_the_new_state_where_the_old_one_lay_and_frees_what_a_c
     """Weights and moments are donated: no second copy of them exists at any time. What NumPy views cannot be, on a CPU:
     a caller that holds the old state would keep it in memory."""
     optimizer = optax.adam(0.1)
-    forward = make_forward(Policy(tiny_update.CONFIG), temperature=1.0)
+    forward = make_forward(Policy(tiny_update.CONFIG, remat="none"), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, grad_accumulation_steps=2)
     step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
     state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
@@ -63,7 +63,7 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
     """Against sums over tokens in float64 of the same narrow products; rounded again they are off by a thousandth."""
     config = dataclasses.replace(tiny_update.CONFIG, tie_word_embeddings=False)
     variables = init_variables(config, jax.random.key(1))
-    policy, section = Policy(config, compute_dtype="bfloat16"), AlgorithmSection(advantage="grpo")
+    policy, section = Policy(config, compute_dtype="bfloat16", remat="none"), AlgorithmSection(advantage="grpo")
     training, optimizer = TrainingSection(prompts_per_batch=PROMPTS), optax.sgd(1.0)
     update = make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=STEPS)
     state, _ = update(init_state(variables, optimizer, keep_reference=False), batch, jax.random.key(2))
@@ -109,7 +109,7 @@ def test_gradients_of_kernels_are_rounded_on_request_and_the_others_are_not(batc
 
 def test_a_program_holds_the_model_once_however_many_micro_batches(batch):
     """As many products as without micro-batches, not twice as many."""
-    forward, optimizer = make_forward(Policy(tiny_update.CONFIG), temperature=1.0), optax.sgd(1.0)
+    forward, optimizer = make_forward(Policy(tiny_update.CONFIG, remat="none"), temperature=1.0), optax.sgd(1.0)
     state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
     def products(grad_accumulation_steps):

@@ -193,7 +193,7 @@ def home(tmp_path_factory):
     """Tools, and a policy to which whole calls are one token each."""
     home = tmp_path_factory.mktemp("tools")
     (home / "tools.py").write_text(TOOLS)
-    policy = causal_lm(home / "policy", vocab_size=VOCAB_SIZE + len(WORDS))
+    policy = causal_lm(home / "policy", vocab_size=VOCAB_SIZE + len(WORDS), num_hidden_layers=1)
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.add_tokens([*WORDS.values()])
     tokenizer.chat_template = TEMPLATE
@@ -203,7 +203,7 @@ def home(tmp_path_factory):
     return home
 
 
-def values(home, tools, rewards=()):
+def values(home, tools, rewards=(), turns=3):
     """All of one shape, and with the same words allowed: one run's programs are another's."""
     tokenizer = AutoTokenizer.from_pretrained(home / "policy")
     allowed = tokenizer.convert_tokens_to_ids([*WORDS.values()])
@@ -215,7 +215,7 @@ def values(home, tools, rewards=()):
         "policy": {"path": str(home / "policy"), "remat": "none"},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
         | {"max_prompt_tokens": 200},
-        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200},
+        "sampling": {"turns": turns, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200},
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
         "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
@@ -225,7 +225,7 @@ def values(home, tools, rewards=()):
 @pytest.fixture(scope="module")
 def increments(home):
     """TRL's own example, without a data set."""
-    train_values(values(home, ["IncrementEnv"]), home / "increments")
+    train_values(values(home, ["IncrementEnv"], turns=2), home / "increments")
     return home / "increments"
 
 
@@ -247,7 +247,7 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
                     assert row["observation"] == "\n".join(replies)
                 else:
                     assert row["observation"].startswith("error: no tool")
-        assert len(turns) == 3 or turns[-1]["completion"] in ("", WORDS["end"])  # an answer ends it
+        assert len(turns) == 2 or turns[-1]["completion"] in ("", WORDS["end"])  # an answer ends it
     assert seen >= {*told, WORDS["wrong"]}
 
 

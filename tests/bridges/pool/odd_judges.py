@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +62,7 @@ class Loaded:
         """Number of the copy; each first call of a copy takes as long as a file of the folder says."""
         for pause in self.folder.glob("pause.*"):
             if taken(pause):
-                time.sleep(float(pause.suffix[1:]))
+                time.sleep(float(pause.suffix))
         return [self.number for _ in texts]
 
     def cards(self, texts):
@@ -107,12 +106,9 @@ def letters(prompts, completions, wish, **columns):
 
 
 def deadly(prompts, completions, wish, folder, **columns):
-    """The same by a judge that dies over a batch as long as there are deaths left, over each batch once."""
-    batch = Path(folder) / f"batch{zlib.crc32(repr((prompts, completions)).encode())}"
-    for death in sorted(Path(folder).glob("death*"))[:1]:
-        if not batch.exists() and taken(death):
-            batch.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    """The same by a judge that dies once."""
+    if taken(Path(folder) / "death"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return letters(prompts, completions, wish)
 
 

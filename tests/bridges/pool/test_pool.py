@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from support.pools import ODD, load_in_pool
+from support.pools import ODD, in_pool, load_in_pool
 
+from bridges import ray_cluster
 from bridges.ray_pool import BatchLost, PoolLost, placed
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import StopRun, UserError
@@ -24,7 +25,7 @@ from grpo_jax.rollout.rewards import RewardError, collect_rewards
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
-LIMIT = 4.0
+LIMIT = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,8 @@ def test_actors_answer_as_the_judge_does(judge):
     assert judge.lengths([]) == []
     assert str(judge) == "an odd judge; 2 actors of a Ray cluster, 4 rows at a time"
     assert judge.window == 77 and judge.device == "cpu" and judge.number in (0, 1)
+    ray_cluster.leave()  # as at a run's end, which ends no cluster that it found
+    assert judge.lengths(TEXTS[:1]) == [0]
 
 
 def test_equal_texts_of_one_seed_are_drawn_once(judge):
@@ -86,13 +89,13 @@ def test_what_cannot_be_taken_apart_or_is_not_there_is_named(judge):
 
 
 def test_a_slow_actor_gets_less_to_do(judge, folder):
-    (folder / "pause.1").touch()
+    (folder / "pause.5").touch()
     done = judge.copies(["x"] * 4 * 12)
     assert len(done) == 48 and 0 < min(done.count(0), done.count(1)) < 20
 
 
 def test_whatever_ends_an_actor_its_batch_goes_to_another(judge, folder):
-    for harm in ("SIGKILL", "exit", "SIGSEGV"):
+    for harm in ("SIGKILL", "exit"):
         (folder / f"harm.{harm}").touch()
         assert judge.harmed(TEXTS) == [len(text) for text in TEXTS]
         assert not list(folder.glob("harm.*"))
@@ -100,7 +103,7 @@ def test_whatever_ends_an_actor_its_batch_goes_to_another(judge, folder):
 
 def test_a_batch_that_every_actor_hangs_over_is_the_judges_failure(judge):
     """The interpreter's lock is held: in a thread of the run nothing could end it."""
-    with pytest.raises(BatchLost, match=r"judges\.odd: 3 actors died or took more than 4 s \(batch_timeout\) over"):
+    with pytest.raises(BatchLost, match=r"judges\.odd: 3 actors died or took more than 2\.5 s \(batch_timeout\) over"):
         judge.holds([*TEXTS, "poison"])
     assert judge.holds(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
 
@@ -122,27 +125,19 @@ def test_a_pool_without_actors_stops_the_run_and_what_does_not_start_says_why(ju
         load_in_pool(f"{ODD}:Odd", runtime_env={"pip": 3})
 
 
-def make_interpreter(folder, version):
-    """An environment of this Python with all that this one has, and a package of its own version."""
-    venv.create(folder, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "little.py").write_text(f"def score(texts):\n    return [{version} * len(text) for text in texts]\n")
+def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(cluster, tmp_path, monkeypatch):
+    """One in an environment of this Python with all that this one has, and a package of its own version."""
+    venv.create(tmp_path / "other", symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "other")}))
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    return str(folder / "bin" / Path(sys.executable).name)
-
-
-def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(cluster, tmp_path):
-    judges = {
-        f"judge{version}": {
-            "kind": f"{ODD}:Versioned",
-            "pool": {"runtime_env": {"py_executable": make_interpreter(tmp_path / version, version)}},
-        }
-        for version in ("1", "2")
-    }
+    for folder, version in ((tmp_path, 1), (packages, 2)):
+        (folder / "little.py").write_text(f"def score(texts):\n    return [{version} * len(text) for text in texts]\n")
+    interpreter = str(tmp_path / "other" / "bin" / Path(sys.executable).name)
+    judges = {"one": f"{ODD}:Versioned", "two": in_pool(f"{ODD}:Versioned", runtime_env={"py_executable": interpreter})}
     config = make_config(task="text", judges=judges)
-    pooled = [placed(judge, name) for name, judge in config.judges.items()]
-    for judge in pooled:
-        judge.check()  # which this process could not
-    assert [judge.load("cpu").score(["ab", "c"]) for judge in pooled] == [[2, 1], [4, 2]]
+    pooled = placed(config.judges["two"], "two")
+    pooled.check()  # which this process could not
     with pytest.raises(ModuleNotFoundError):
-        config.judges["judge1"].load("cpu")
+        config.judges["one"].load("cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [judge.load("cpu").score(["ab", "c"]) for judge in (config.judges["one"], pooled)] == [[2, 1], [4, 2]]

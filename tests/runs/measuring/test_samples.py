@@ -51,7 +51,7 @@ def run(place, tmp_path_factory):
     """One step in which all is named that changes how completions are drawn and measured."""
     folder = tmp_path_factory.mktemp("steered")
     values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {}
+    values |= {"algorithm": {}, "optimizer": {"learning_rate": 0.01, "warmup_steps": 3}}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
     values["sampling"] = {"group_size": 10, "max_new_tokens": 12, "stop": [*"0123456789", "aa", *"ABCDEFGH"]}
     values["data"] |= {"forbidden_tokens": ["b", *"cdefg", 40]}

@@ -83,15 +83,17 @@ def curves(run: Path, target: Path) -> None:
 def scales(source: Path, target: Path) -> None:
     """Pixel accuracy beside a noisy reward, by the scale of the true one: a line for each arm, a dot for each seed."""
     runs = json.loads(source.read_text())["runs"]
-    styles = {"gdpo": (GREEN, "o-", "GDPO"), "grpo": (BLUE, "s--", "GRPO on the sum"), "raft": (GREY, "^:", "RAFT")}
     figure, axis = plt.subplots(figsize=(6.2, 3))
-    for arm, (colour, style, label) in styles.items():
+    for arm, colour, style, label in (("gdpo", GREEN, "o-", "GDPO"), ("grpo", BLUE, "s--", "GRPO on the sum")):
         seen = [(run["scale"], run["after"]) for run in runs if run["arm"] == arm and run["scale"] <= 1]
-        means = {scale: np.mean([after for at, after in seen if at == scale]) for scale in sorted({at for at, _ in seen})}
+        ticks = sorted({scale for scale, _ in seen})
+        means = [np.mean([after for at, after in seen if at == scale]) for scale in ticks]
         axis.plot(*zip(*seen, strict=True), ".", color=colour, alpha=0.4)
-        axis.plot(list(means), list(means.values()), style, color=colour, label=label)
+        axis.plot(ticks, means, style, color=colour, label=label)
+    best = np.mean([run["after"] for run in runs if run["arm"] == "grpo" and run["scale"] > 1])
+    axis.axhline(best, color=GREY, linestyle=":", label="GRPO, best of five weights")
     axis.set(xscale="log", ylim=(0, 1), xlabel="alignment pays", ylabel="pixel accuracy, held out")
-    axis.set_xticks(list(means), [f"{scale:g}" for scale in means])
+    axis.set_xticks(ticks, [f"{scale:g}" for scale in ticks])
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()

@@ -82,7 +82,9 @@ def search(run) -> list[dict]:
 
 
 def interval(values: np.ndarray) -> str:
-    """Mean and the ends of its 95 % interval."""
+    """Mean and the ends of its 95 % interval; of one value the value."""
+    if len(values) == 1:
+        return f"{values.item():+.3f}"
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return f"{values.mean():+.3f} ({values.mean() - half:+.3f} to {values.mean() + half:+.3f})"
 

@@ -33,6 +33,15 @@ def printed(row, column):
     return float(lines[place].split("|")[head.replace(" ", "").split("|").index(column)])
 
 
+def over_scales(arm, choose):
+    """The least or largest mean over seeds of an arm beside a noisy reward, among its scales of at most 1."""
+    seen = {}
+    for run in kept("several_rewards.json")["runs"]:
+        if run["arm"] == arm and run["scale"] <= 1:
+            seen.setdefault(run["scale"], []).append(run["after"])
+    return choose(sum(values) / len(values) for values in seen.values())
+
+
 def rate(**lora):
     return make_config(task="text", policy={"lora": lora}).learning_rate
 
@@ -57,6 +66,8 @@ FIGURES = [
     (r"and (\S+ %) after training on shuffled", [lambda: printed("| shuffled | 377", "after")]),
     (r"; (\d+) seeds that no setting", [lambda: len(seeds())]),
     (r"the lowest (\S+ %)", [lambda: min(seeds())]),
+    (r"GDPO (\.\d+) to (\.\d+), GRPO", [lambda: over_scales("gdpo", min), lambda: over_scales("gdpo", max)]),
+    (r", GRPO (\.\d+) to (\.\d+)\]", [lambda: over_scales("grpo", min), lambda: over_scales("grpo", max)]),
     (r"it is (\S+) × faster than TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),

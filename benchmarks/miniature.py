@@ -57,10 +57,11 @@ def one(options: list[str], change=None) -> None:
     """A single run in this process; `change` makes another score of its own."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
+    from grpo_jax.runs.ahead import compile_ahead
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.session import Callbacks, Session, stop_requests
-    from grpo_jax.runs.trainer import Trainer, compile_ahead
+    from grpo_jax.runs.trainer import Trainer
 
     config = parse(options)
     algorithm, size = config.algorithm, config.sampling.group_size
@@ -77,6 +78,13 @@ def one(options: list[str], change=None) -> None:
             trainer.begin()
             trainer.train()
             trainer.finish()
+
+
+def summary(run_dir: Path, options: list[str], change=None) -> dict:
+    """The summary of a run in this process, made unless it is there."""
+    if not (run_dir / "summary.json").exists():
+        one([*options, "--run_dir", str(run_dir)], change)
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:

@@ -50,14 +50,12 @@ def write_products(path: Path) -> None:
 
 def evaluation(arm: str, seed: int, folder: Path, given: list[str]) -> dict:
     """Held-out rewards of a run, made unless it is there."""
-    run_dir = folder / f"{arm}_{seed}"
-    if not (run_dir / "summary.json").exists():
-        rewards = [{"name": f"{Path(__file__).resolve()}:{function}"} for function in ("form", "correct")]
-        rewards[0] |= {"condition_on": "correct", "threshold": 3.0} if arm.endswith("conditioned") else {}
-        options = ["--seed", str(seed), "--run_dir", str(run_dir), "--rewards", json.dumps(rewards), *SETTINGS.split()]
-        options += ["--algorithm.advantage", "grpo" if arm.startswith("grpo") else "gdpo", *given]
-        miniature.one(options, partial(miniature.shuffled, seed=seed) if arm == "shuffled" else None)
-    return json.loads((run_dir / "summary.json").read_text())["evaluation"]
+    rewards = [{"name": f"{Path(__file__).resolve()}:{function}"} for function in ("form", "correct")]
+    rewards[0] |= {"condition_on": "correct", "threshold": 3.0} if arm.endswith("conditioned") else {}
+    options = ["--seed", str(seed), "--rewards", json.dumps(rewards), *SETTINGS.split()]
+    options += ["--algorithm.advantage", "grpo" if arm.startswith("grpo") else "gdpo", *given]
+    change = partial(miniature.shuffled, seed=seed) if arm == "shuffled" else None
+    return miniature.summary(folder / f"{arm}_{seed}", options, change)["evaluation"]
 
 
 if __name__ == "__main__":

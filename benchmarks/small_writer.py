@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import miniature
-import numpy as np
 
 from bridges.miniature import world
 
@@ -24,12 +23,7 @@ SETTINGS = """--config prompt_enhancement_miniature --policy.lora.rank 16 --poli
 --data.max_prompt_tokens 128 --sampling.max_new_tokens 16 --sampling.group_size 12 --sampling.temperature 0.7
 --training.prompts_per_batch 4 --training.inner_epochs 1 --training.max_steps 120 --training.save_every 0
 --optimizer.learning_rate 5e-4 --algorithm.kl_coef 0 --algorithm.entropy_coef 0 --evaluation.every 0
---evaluation.samples 2"""
-
-
-def pixels(completions: list[str], images, requested: list[dict], **columns: list) -> np.ndarray:
-    """The share of requested attributes that the checker finds."""
-    return world.pixel_accuracy(images.float().cpu().numpy(), requested)
+--evaluation.samples 2 --eval_rewards grpo_jax.tasks.pictures:pixel_accuracy"""
 
 
 def write_requests(path: Path, counts: dict[str, int]) -> None:
@@ -45,15 +39,6 @@ def write_requests(path: Path, counts: dict[str, int]) -> None:
                 file.write(json.dumps({**row, "prompt": prompt, "split": split}) + "\n")
 
 
-def summary(arm: str, seed: int, folder: Path, given: list[str]) -> dict:
-    """The summary of a run, made unless it is there."""
-    run_dir = folder / f"{arm}_{seed}"
-    if not (run_dir / "summary.json").exists():
-        options = [*SETTINGS.split(), "--seed", str(seed), "--run_dir", str(run_dir), *given]
-        miniature.one(options, partial(miniature.shuffled, seed=seed) if arm == "shuffled" else None)
-    return json.loads((run_dir / "summary.json").read_text())
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
@@ -63,13 +48,14 @@ if __name__ == "__main__":
     options, extra = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
     write_requests(options.out / "requests.jsonl", {"train": 2048, "validation": 32, "test": 128})
-    given = ["--policy.path", options.model, "--data.prompts", str(options.out / "requests.jsonl")]
-    given += ["--eval_rewards", json.dumps([f"{Path(__file__).resolve()}:pixels"]), *extra]
+    given = [*SETTINGS.split(), "--policy.path", options.model, "--data.prompts", f"{options.out}/requests.jsonl"]
     measures = ("unchanged", "before", "after", "before_sampled", "after_sampled", "oracle")
     print(f"| arm | seed | {' | '.join(measures)} | iterations | seconds of one |\n{'|---' * 10}|")
     for arm in options.arms:
         for seed in options.seeds:
-            found = summary(arm, seed, options.out, given)
-            cells = " | ".join(f"{found['evaluation']['pixels'][when]:.3f}" for when in measures)
+            change = partial(miniature.shuffled, seed=seed) if arm == "shuffled" else None
+            found = miniature.summary(options.out / f"{arm}_{seed}", [*given, "--seed", str(seed), *extra], change)
+            values = map(found["evaluation"]["pixel_accuracy"].get, measures)
+            cells = " | ".join("–" if value is None else f"{value:.3f}" for value in values)
             each = found["seconds"]["total"] / found["iterations"]
             print(f"| {arm} | {seed} | {cells} | {found['iterations']} | {each:.1f} |", flush=True)

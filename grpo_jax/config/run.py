@@ -127,6 +127,8 @@ class Config(BaseConfig):
         policy, training = self.policy, self.training
         quantisable = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         self.require(quantisable, "policy.quantised", "none without policy.lora, or over a mesh")
+        narrow = training.grad_dtype == "float32" or not policy.lora.used
+        self.require(narrow, "training.grad_dtype", "float32 with policy.lora, whose adapters keep it")
         prompts = training.prompts_per_batch // (training.minibatches * training.grad_accumulation_steps)
         divisor = (
             f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "

@@ -117,6 +117,7 @@ train | train: expected an option, such as --config FILE
 --algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128
 --training.minibatches=5 | training.prompts_per_batch: expected a multiple of minibatches x grad_accumulation_steps = 5
 --training.grad_dtype=float16 | training.grad_dtype: expected 'float32' or 'bfloat16' (did you mean bfloat16?)
+--training.grad_dtype=bfloat16 --policy.lora.rank=2 | training.grad_dtype: expected float32 with policy.lora, whose ad
 --training.chunk_prompts=5 | training.chunk_prompts: expected a divisor of prompts_per_batch = 12
 --rewards='[{{name: ""}}]' | rewards[0].name: expected a name, got ''
 --rewards='m:a,n:a' | under another name (two of one function: give one a label beside its name)

@@ -285,7 +285,7 @@ def compile_program(program: Program, target: Target | None, device: jax.Device)
         return program.function.lower(*program.arguments).compile(compiler_options=fast)
     arguments, single = program.arguments, SingleDeviceSharding(device)
     if not any(leaf.sharding is not None for leaf in jax.tree.leaves(arguments)):
-        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single), arguments)
+        arguments = jax.tree.map(lambda leaf: placed(leaf, single), arguments)
     with lowering_for(target):
         lowered = program.function.lower(*arguments)
     return compile_for(target, lowered)

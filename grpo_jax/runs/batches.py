@@ -23,7 +23,7 @@ from grpo_jax.errors import ABANDONED
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.data import draw_at
+from grpo_jax.rollout.data import Row, draw_at
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
@@ -72,19 +72,22 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
 
 def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int, locks: Locks | None) -> Rollout:
     """Collect one draw: its rows and random numbers are functions of (seed, iteration, number)."""
-    config, rows = ctx.config, ctx.prompts.train
-    size = config.training.prompts_per_batch
-    places = draw_at(config.seed, iteration, number, batch_size=size, n=len(rows))
     return collect(
         ctx.fns,
         ctx.samplers.training,
         variables,
-        [rows[place] for place in places],
+        rows_at(ctx, iteration, number),
         # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
         key=jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key,
         iteration=iteration,
-        work=ctx.work(config.training.chunk_prompts, locks),
+        work=ctx.work(ctx.config.training.chunk_prompts, locks),
     )
+
+
+def rows_at(ctx: RunContext, iteration: int, number: int = 0) -> list[Row]:
+    """Return the rows of a draw of an iteration, as `draw_at`."""
+    size, rows = ctx.config.training.prompts_per_batch, ctx.prompts.train
+    return [rows[place] for place in draw_at(ctx.config.seed, iteration, number, batch_size=size, n=len(rows))]
 
 
 def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objectives:

@@ -206,14 +206,6 @@ def _is_of_another(error: BaseException | None) -> bool:
     return error is not None and (any(word in str(error) for word in words) or _is_of_another(error.__cause__))
 
 
-def _modified(path: Path) -> float:
-    """The time of a file's last change; 0 if another process has just removed it."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
@@ -239,14 +231,17 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
             f"warning: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it"
         )
         return None
-    times = {path.name.removesuffix("-atime"): path for path in folder.glob("*-atime")}
-    latest = sorted(times, key=lambda name: _modified(times[name]), reverse=True)
-    kept = set(latest[:_MOST_PROGRAMS])
+    used: dict[Path, float] = {}
+    for path in folder.glob("*-atime"):
+        with suppress(OSError):  # another process has just removed it
+            used[path] = path.stat().st_mtime
+    latest = sorted(used, key=used.__getitem__, reverse=True)
+    kept = {path.name.removesuffix("-atime") for path in latest[:_MOST_PROGRAMS]}
     for entry in folder.glob("*-cache"):  # a kill leaves entries without the time of their use, which block all writes
         if entry.name.removesuffix("-cache") not in kept:
             entry.unlink(missing_ok=True)
-    for name in latest[_MOST_PROGRAMS:]:
-        times[name].unlink(missing_ok=True)
+    for path in latest[_MOST_PROGRAMS:]:
+        path.unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     settings = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_compilation_cache_max_size": 2 * 2**30}
     for name in settings.keys() - {name.lower() for name in environment}:

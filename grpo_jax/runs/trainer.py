@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
 
 from grpo_jax.config.run import Config
-from grpo_jax.errors import ABANDONED, StageError, Stopped, StopRun, UserError
+from grpo_jax.errors import StageError, Stopped, StopRun, UserError
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
-from grpo_jax.rollout.data import TRAINING_ROWS, draw_at
+from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.rollout.rollout import EVALUATION_STREAM, prompt_keys
+from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import asked_to_watch, chunk_size, evaluate, measure_all, watched_values
+from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.policy import load_teacher
@@ -49,7 +48,6 @@ from grpo_jax.runs.session import (
 )
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.tasks.task import Blocks, TaskSetup
-from grpo_jax.training.batch import full_batch
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 
 _UPDATE_STREAM = 2**31 - 3
@@ -101,32 +99,6 @@ def train(
                 return trainer.stopped()
             finally:
                 trainer.rollouts.close()
-
-
-def compile_ahead(ctx: RunContext) -> None:
-    """Begin to compile samplers, log-probabilities and first update; what is not found compiled compiles itself."""
-    if ctx.compiles_ahead:
-        threading.Thread(target=_compile_for_start, args=(ctx,), name=f"{ABANDONED}tracing").start()
-
-
-def _compile_for_start(ctx: RunContext) -> None:
-    config, learner = ctx.config, ctx.learner
-    assert learner is not None
-    with suppress(Exception):  # the run meets it as well, where it says more
-        state = learner.shapes(ctx.policy.variables)
-        if not config.resume and ctx.test_rows:
-            for sampler, count in ((ctx.samplers.greedy, 1), (ctx.samplers.sampled, config.evaluation.samples)):
-                if count:
-                    rows = ctx.test_rows[: max(chunk_size(ctx) // count, 1)]
-                    prompt, keys = ctx.fns.encode(rows), prompt_keys(ctx.key, EVALUATION_STREAM, rows)
-                    sampler(state.variables, prompt.tokens, prompt.mask, keys)
-        size, chunk = config.training.prompts_per_batch, config.training.chunk_prompts
-        rows = [ctx.prompts.train[i] for i in draw_at(config.seed, 0, 0, batch_size=size, n=len(ctx.prompts.train))]
-        prompt, keys, part = ctx.fns.encode(rows), prompt_keys(ctx.key, 0, rows), slice(chunk or size)
-        ctx.samplers.training(state.variables, prompt.tokens[part], prompt.mask[part], keys[part])
-        if not config.resume:  # later updates have the lengths of their batches
-            rewards = {"weights": ctx.rewards.weights, "conditions": ctx.rewards.conditions}
-            learner.update(state, full_batch(config, prompt.mask.shape, device=ctx.policy_device, **rewards), None)
 
 
 class Trainer:

@@ -8,9 +8,7 @@ from functools import partial
 from importlib import resources
 from typing import Any, ClassVar
 
-from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.tasks.pictures import PictureTask, picture_data, picture_prompts
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
@@ -34,16 +32,12 @@ class PromptEnhancement(PictureTask):
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts and the renderer."""
         config = setup.config
-        prompts = setup.prompts or _prompts(config)
+        makers = {COMPOSITIONAL: compositional_records, BOTH: partial(_both_records, config.data.held_out)}
+        prompts = setup.prompts or picture_prompts(config, makers)
         return replace(
             picture_data(config, prompts, DEFAULT_REWARDS),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)}),
         )
-
-
-def _prompts(config: Config) -> PromptSet:
-    both = partial(_both_records, config.data.held_out)
-    return picture_prompts(config, {COMPOSITIONAL: compositional_records, BOTH: both})
 
 
 def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:

@@ -7,7 +7,9 @@ import threading
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support.programs import COMPILES_AHEAD
 
 import grpo_jax
@@ -91,6 +93,11 @@ def test_programs_compiled_ahead_are_those_that_run(steps, longest, place, tmp_p
     greedy_and_training = ["jit(write)"] * 2
     assert sorted(name for name, _ in found) == ["jit(compute)", "jit(step)", *greedy_and_training]
     assert {thread for _, thread in found} == {f"{ABANDONED}compiling"}
+    if steps == 1:  # a first update of the batch's own lengths learns the same
+        monkeypatch.setattr(RunContext, "compiles_ahead", False)
+        assert main(["--config", str(place.config), *words, f"--run_dir={tmp_path / 'cut'}"]) == 0
+        full, cut = (load_file(tmp_path / run / "policy/model.safetensors") for run in ("run", "cut"))
+        assert all(np.allclose(full[name], cut[name], atol=1e-5) for name in full)
 
 
 def test_few_frames_lie_between_main_and_the_loss(place, tmp_path, monkeypatch, own_programs):

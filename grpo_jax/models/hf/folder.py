@@ -36,11 +36,11 @@ from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _TOKENIZERS = {
-    "llama GPT2Tokenizer": "GPT2TokenizerFast",
-    "llama PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
-    "llama TokenizersBackend": "PreTrainedTokenizerFast",
-    "qwen2 Qwen2Tokenizer": "Qwen2TokenizerFast",
-    "qwen3 Qwen2Tokenizer": "Qwen2TokenizerFast",
+    ("llama", "GPT2Tokenizer"): "GPT2TokenizerFast",
+    ("llama", "PreTrainedTokenizerFast"): "PreTrainedTokenizerFast",
+    ("llama", "TokenizersBackend"): "PreTrainedTokenizerFast",
+    ("qwen2", "Qwen2Tokenizer"): "Qwen2TokenizerFast",
+    ("qwen3", "Qwen2Tokenizer"): "Qwen2TokenizerFast",
 }
 """AutoTokenizer's choices by model_type and tokenizer_class: it imports torch, which takes seconds."""
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -97,8 +97,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     fields = {folder / "config.json": "model_type", folder / "tokenizer_config.json": "tokenizer_class"}
     with failures_named(f"cannot load the tokenizer in {folder}"):
-        names = [str(read_json_file(file).get(field)) for file, field in fields.items() if file.is_file()]
-        loader = getattr(transformers, _TOKENIZERS.get(" ".join(names), "AutoTokenizer"))
+        names = tuple(str(read_json_file(file).get(field)) for file, field in fields.items() if file.is_file())
+        loader = getattr(transformers, _TOKENIZERS.get(names, "AutoTokenizer"))
         tokenizer = loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     template = _processor_template(folder)
     if template is not None and "image" not in (getattr(tokenizer, "chat_template", None) or ""):

@@ -8,7 +8,8 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.tasks.prompt_enhancement_task import _prompts, compositional_records
+from grpo_jax.tasks.prompt_enhancement_task import compositional_records
+from grpo_jax.tasks.task import TaskSetup
 from scripts import compositional
 from scripts.compositional import COLOURS, KINDS, OBJECTS, split_of, wishes
 
@@ -53,7 +54,8 @@ def test_questions_name_what_is_asked_for(split):
 def test_the_real_configs_have_built_in_and_compositional_prompts_in_turn():
     """The built-in ones split as they are by themselves, and no prompt stands in two parts."""
     shipped = parse(["--config", "prompt_enhancement_sd3"])
-    prompts, alone = _prompts(shipped), load_prompts("builtin", held_out=shipped.data.held_out)
+    prompts = shipped.task.load(TaskSetup(shipped, None, print)).prompts
+    alone = load_prompts("builtin", held_out=shipped.data.held_out)
     for split, part, builtin in zip(SPLITS, prompts, alone, strict=True):
         assert [row.prompt for row in part[::2]] == [row.prompt for row in builtin]
         assert [row.prompt for row in part[1::2]] == [row["prompt"] for row in ALL[split][: len(builtin)]]
@@ -67,4 +69,4 @@ def test_what_is_made_is_read_from_nowhere(prompts, field):
     config = make_config(task="prompt_enhancement", data={"prompts": prompts, **field})
     (name,) = field
     with pytest.raises(UserError, match=f'data.{name}: expected nothing with data.prompts "{re.escape(prompts)}"'):
-        _prompts(config)
+        config.task.load(TaskSetup(config, None, print))

@@ -1,0 +1,38 @@
+"""Compile what a run's start needs in threads, while its judges are loaded."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from grpo_jax.errors import ABANDONED
+from grpo_jax.rollout.rollout import EVALUATION_STREAM, prompt_keys
+from grpo_jax.runs.batches import rows_at
+from grpo_jax.runs.evaluation import chunk_size
+from grpo_jax.runs.loading import RunContext
+from grpo_jax.training.batch import full_batch
+
+
+def compile_ahead(ctx: RunContext) -> None:
+    """Begin to compile samplers, log-probabilities and first update; what is not found compiled compiles itself."""
+    if ctx.compiles_ahead:
+        threading.Thread(target=_compile, args=(ctx,), name=f"{ABANDONED}tracing").start()
+
+
+def _compile(ctx: RunContext) -> None:
+    config, learner = ctx.config, ctx.learner
+    assert learner is not None
+    with suppress(Exception):  # the run meets it as well, where it says more
+        state = learner.shapes(ctx.policy.variables)
+        if not config.resume and ctx.test_rows:
+            for sampler, count in ((ctx.samplers.greedy, 1), (ctx.samplers.sampled, config.evaluation.samples)):
+                if count:
+                    rows = ctx.test_rows[: max(chunk_size(ctx) // count, 1)]
+                    prompt, keys = ctx.fns.encode(rows), prompt_keys(ctx.key, EVALUATION_STREAM, rows)
+                    sampler(state.variables, prompt.tokens, prompt.mask, keys)
+        rows, part = rows_at(ctx, 0), slice(config.training.chunk_prompts or None)
+        prompt, keys = ctx.fns.encode(rows), prompt_keys(ctx.key, 0, rows)
+        ctx.samplers.training(state.variables, prompt.tokens[part], prompt.mask[part], keys[part])
+        if not config.resume:  # later updates have the lengths of their batches
+            rewards = {"weights": ctx.rewards.weights, "conditions": ctx.rewards.conditions}
+            learner.update(state, full_batch(config, prompt.mask.shape, device=ctx.policy_device, **rewards), None)

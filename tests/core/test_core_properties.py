@@ -231,6 +231,14 @@ def test_low_precision_is_computed_in_float32(seed):
     assert_same(got, RUN(high), rtol=1e-6, atol=1e-6)
 
 
+def test_double_precision_stays_and_says_the_same(x64):
+    parts = batch(0)
+    got = RUN(batch(0, np.float64))
+    narrow = {name for name in TABLE for leaf in jax.tree.leaves(got[name]) if leaf.dtype == jnp.float32}
+    assert narrow == {"overlong_penalty"}  # of integers
+    assert_same(jax.tree.map(lambda x: np.asarray(x, np.float64), RUN(parts)), got)
+
+
 def test_prompts_do_not_see_each_other():
     parts = batch(1)
     whole = RUN(parts)

@@ -95,7 +95,7 @@ def test_a_slow_actor_gets_less_to_do(judge, folder):
 
 
 def test_whatever_ends_an_actor_its_batch_goes_to_another(judge, folder):
-    for harm in ("SIGKILL", "exit"):
+    for harm in ("SIGKILL", "exit", "SIGSEGV"):
         (folder / f"harm.{harm}").touch()
         assert judge.harmed(TEXTS) == [len(text) for text in TEXTS]
         assert not list(folder.glob("harm.*"))

@@ -45,10 +45,15 @@ def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
     assert block._cache_size() == 1
 
 
+GRPO = {"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 40}}
+PPO = {"algorithm": {"name": "ppo", "gamma": 0.99}, "training": {"iterations": 30}}
+PPO |= {"optimizer": {"learning_rate": 3e-3}}
+
+
 @pytest.mark.slow
-def test_it_learns():
-    """By GRPO, two seeds, from falling to standing."""
-    sections = {"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 40}}
+@pytest.mark.parametrize("sections", [GRPO, pytest.param(PPO, marks=pytest.mark.wide)], ids=["grpo", "ppo"])
+def test_it_learns(sections):
+    """Two seeds, from falling to standing."""
     config = make_config(sections, task="cartpole", evaluation={"every": 10})
     # What runs for long is worth XLA's time.
     train, _ = trainer(config, compiler_options={"xla_backend_optimization_level": 1})

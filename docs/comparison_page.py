@@ -155,7 +155,7 @@ None of them
 ![Pixel accuracy by the pay of alignment](images/several_rewards.png)
 
 The default run with a noisy second reward of equal weight, three seeds. GDPO's pixel accuracy is .85, .87 and .84 where alignment pays 1,
-.1 and .01; GRPO's .17, .19 and .13. GRPO with the best of five weights gets .89: it ignores the noise
+.1 and .01; GRPO's .17, .19 and .13; RAFT's .05, .04 and .05. GRPO with the best of five weights gets .89: it ignores the noise
 ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)). A tool call of SmolLM2-135M is too easy to tell the arms
 apart.
 

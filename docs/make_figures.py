@@ -21,7 +21,8 @@ import numpy as np
 from matplotlib.image import imread
 
 HERE = Path(__file__).parent
-BLUE, GREY, GREEN = "#2a6fdb", "#8a8f98", "#2e8b57"
+BLUE, GREY, GREEN, RED = "#2a6fdb", "#8a8f98", "#2e8b57", "#c0504d"
+ARMS = (("gdpo", GREEN, "o-", "GDPO"), ("grpo", BLUE, "s--", "GRPO on the sum"), ("raft", RED, "^-.", "RAFT on the sum"))
 
 
 def gallery(run: Path, target: Path, pairs: int) -> None:
@@ -84,7 +85,7 @@ def scales(source: Path, target: Path) -> None:
     """Pixel accuracy beside a noisy reward, by the scale of the true one: a line for each arm, a dot for each seed."""
     runs = json.loads(source.read_text())["runs"]
     figure, axis = plt.subplots(figsize=(6.2, 3))
-    for arm, colour, style, label in (("gdpo", GREEN, "o-", "GDPO"), ("grpo", BLUE, "s--", "GRPO on the sum")):
+    for arm, colour, style, label in ARMS:
         seen = [(run["scale"], run["after"]) for run in runs if run["arm"] == arm and run["scale"] <= 1]
         ticks = sorted({scale for scale, _ in seen})
         means = [np.mean([after for at, after in seen if at == scale]) for scale in ticks]

@@ -1,11 +1,12 @@
-"""A tool call by a small real model, form and correctness apart: GRPO and GDPO, conditioned or not.
+"""A tool call by a small real model, where an easy reward excludes a hard one: GRPO and GDPO, conditioned or not.
 
     python benchmarks/several_rewards_text.py --model FOLDER [--arms gdpo grpo ...] [--seeds 200 201 202] [--out DIR]
                                               [--section.field VALUE ...]
 
-FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md). An example in the prompt shows a calculator's call.
-`form` is 1 where the text is a call and nothing else; `correct` is -3 without a call, -1 with one, and 2 more for each
-right number. "conditioned" counts form only where correct is 3; "shuffled" permutes GDPO's rewards in each group.
+FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md). The prompt shows two calls of a calculator, then
+an answer without one: 5 % of samples call, half are brief. `brief` is 1 where the text has at most 6 characters, which a call exceeds; `correct` is -3 without a
+call, -1 with one, and 2 more for each right number. So the easy reward excludes the hard one. "conditioned" counts
+brief only where correct is 3; "shuffled" permutes GDPO's rewards in each group.
 Prints both rewards of held-out products, greedy, and their difference to GDPO's on the same seeds.
 """
 
@@ -22,14 +23,14 @@ from several_rewards import interval
 
 CALL = re.compile(r"calc\((\d{1,2}) ?\* ?(\d{1,2})\)")
 ARMS = ("gdpo", "grpo", "gdpo_conditioned", "grpo_conditioned", "shuffled")
-EXAMPLE = [{"role": "user", "content": "What is 12 * 34?"}, {"role": "assistant", "content": "calc(12 * 34)"}]
+EXAMPLES = ("What is 12 * 34?", "calc(12 * 34)", "What is 56 * 78?", "calc(56 * 78)", "What is 15 * 21?", "315")
 SETTINGS = """--task text --policy.lora.rank 16 --sampling.max_new_tokens 12 --training.prompts_per_batch 4
---training.max_steps 12 --optimizer.learning_rate 5e-4 --evaluation.every 0"""
+--training.max_steps 10 --sampling.temperature 0.7 --optimizer.learning_rate 5e-4 --evaluation.every 0"""
 
 
-def form(completions: list[str], **columns: list) -> list[float]:
-    """Whether a text is a call and nothing else."""
-    return [float(CALL.fullmatch(text.strip()) is not None) for text in completions]
+def brief(completions: list[str], **columns: list) -> list[float]:
+    """Whether a text has at most 6 characters."""
+    return [float(len(text.strip()) <= 6) for text in completions]
 
 
 def correct(completions: list[str], first: list[str], second: list[str], **columns: list) -> list[float]:
@@ -40,22 +41,27 @@ def correct(completions: list[str], first: list[str], second: list[str], **colum
 
 def write_products(path: Path) -> None:
     """256 products to train on, 64 held out."""
-    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100) if (a, b) != (12, 34)]
+    pairs = [(a, b) for a in range(11, 100) for b in range(11, 100) if f"What is {a} * {b}?" not in EXAMPLES]
     with path.open("w") as file:
         for place, (a, b) in enumerate(random.Random(0).sample(pairs, 320)):
-            prompt = [*EXAMPLE, {"role": "user", "content": f"What is {a} * {b}?"}]
+            turns = zip(("user", "assistant") * 4, (*EXAMPLES, f"What is {a} * {b}?"), strict=False)
+            prompt = [{"role": role, "content": content} for role, content in turns]
             row = {"prompt": prompt, "first": str(a), "second": str(b), "split": "test" if place < 64 else "train"}
             file.write(json.dumps(row) + "\n")
 
 
 def evaluation(arm: str, seed: int, folder: Path, given: list[str]) -> dict:
-    """Held-out rewards of a run, made unless it is there."""
-    rewards = [{"name": f"{Path(__file__).resolve()}:{function}"} for function in ("form", "correct")]
+    """Both rewards of a run, made unless it is there: of held-out products, and the mean of all batches."""
+    rewards = [{"name": f"{Path(__file__).resolve()}:{function}"} for function in ("brief", "correct")]
     rewards[0] |= {"condition_on": "correct", "threshold": 3.0} if arm.endswith("conditioned") else {}
     options = ["--seed", str(seed), "--rewards", json.dumps(rewards), *SETTINGS.split()]
     options += ["--algorithm.advantage", "grpo" if arm.startswith("grpo") else "gdpo", *given]
     change = partial(miniature.shuffled, seed=seed) if arm == "shuffled" else None
-    return miniature.summary(folder / f"{arm}_{seed}", options, change)["evaluation"]
+    run = folder / f"{arm}_{seed}"
+    measured = miniature.summary(run, options, change)["evaluation"]
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    meant = {name: float(np.mean([step[f"reward/{name}/mean"] for step in steps])) for name in ("brief", "correct")}
+    return {name: {**measured[name], "batches": meant[name]} for name in meant}
 
 
 if __name__ == "__main__":
@@ -68,11 +74,13 @@ if __name__ == "__main__":
     options.out.mkdir(parents=True, exist_ok=True)
     write_products(options.out / "products.jsonl")
     given = ["--policy.path", options.model, "--data.prompts", str(options.out / "products.jsonl"), *extra]
-    after, lines = {}, ["| arm | reward | before | after | this less GDPO |", "|---|---|---|---|---|"]
+    seen, lines = {}, ["| arm | reward | before | after | batches | batches, GDPO less this |", "|---" * 6 + "|"]
     for arm in options.arms:
         found = [evaluation(arm, seed, options.out, given) for seed in options.seeds]
-        for name in ("form", "correct"):
-            before, after[arm, name] = (np.array([each[name][when] for each in found]) for when in ("before", "after"))
-            less = interval(after[arm, name] - after["gdpo", name]) if ("gdpo", name) in after else ""
-            lines.append(f"| {arm} | {name} | {before.mean():.3f} | {after[arm, name].mean():.3f} | {less} |")
+        for name in ("brief", "correct"):
+            columns = {when: np.array([each[name][when] for each in found]) for when in ("before", "after", "batches")}
+            seen[arm, name] = columns["batches"]
+            less = interval(seen["gdpo", name] - seen[arm, name]) if ("gdpo", name) in seen and arm != "gdpo" else ""
+            cells = " | ".join(f"{values.mean():.3f}" for values in columns.values())
+            lines.append(f"| {arm} | {name} | {cells} | {less} |")
     print("\n".join(lines))

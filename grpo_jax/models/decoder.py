@@ -76,8 +76,8 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, PyTree]:
         """Run tokens i32 [P, S]: the prompts' unless their keys are cached, then the completions'.
 
-        Returns the final states [P, S, D], and the layers' new keys and values (see ``attend_streams``), stacked along
-        a leading axis or as a list. Unstacked layers read cached keys and values from `cached_inputs`.
+        Returns the final states [P, S, D], and the layers' new keys and values (see ``attend_streams``). These are
+        stacked along a leading axis, or a list. Unstacked layers read cached keys and values from `cached_inputs`.
         """
         architecture = architecture_of(self.config)
         x = self._embed(tokens, context)  # [P, S, D]

@@ -1,6 +1,6 @@
 """Rows of a data set: their split into parts, and their order in training.
 
-The order of an epoch, the rows of a batch and the noise of a picture depend only on (seed, number), so a checkpoint
+The order of an epoch, the rows of a batch and the noise of a picture depend only on (seed, number). A checkpoint thus
 stores one number.
 """
 
@@ -266,7 +266,7 @@ def draw_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) ->
 def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False) -> int:
     """Return the seed of the initial noise of one prompt's pictures, an integer in [0, 2**63).
 
-    The prompt and all its rewrites are rendered from the same noise (common random numbers), so pictures of a group
+    The prompt and all its rewrites are rendered from the same noise (common random numbers). Pictures of a group thus
     differ only by their words. In evaluation the seed does not depend on the iteration.
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)

@@ -81,12 +81,12 @@ class Episode:
 
     @property
     def last(self) -> Turn:
-        """The latest turn."""
+        """Return the latest turn."""
         return self.turns[-1]
 
     @property
     def completions(self) -> tuple[str, ...]:
-        """The parsed completions of all turns."""
+        """Return the parsed completions of all turns."""
         return tuple(turn.completion for turn in self.turns)
 
     def with_last(self, **changes: object) -> Episode:

@@ -50,8 +50,8 @@ class RolloutFns(NamedTuple):
         encode_images: (variables, `Pictures`) → their `PictureStates`, and the input of the update: these states, or
             the `Pictures` to encode again. None for a policy without pictures.
         gallery: Number of first held-out rows whose episodes keep their pictures.
-        prepare: Pictures in memory (torch float [N, 3, H, W] in [0, 1], or a list of a row's sources) → `Pictures`
-            [N, 1, ..] from the policy's image processor. None for a policy without pictures.
+        prepare: Pictures in memory → `Pictures` [N, 1, ..] from the policy's image processor. They are torch float
+            [N, 3, H, W] in [0, 1], or a list of a row's sources. None for a policy without pictures.
         env: None for single-turn tasks.
     """
 

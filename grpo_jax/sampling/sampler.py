@@ -1,7 +1,7 @@
 """Sampling: prefill each prompt once, then decode its G completions with that shared prefix.
 
-A decoding step reads the weights (`Policy.unstack` separates the layers once), each prompt's keys and values once per
-group, and the filled part of the cache; then it draws one token. Any object with the policy's functions (`prefill`,
+A decoding step reads the weights, each prompt's keys and values once per group, and the filled part of the cache. Then
+it draws one token. `Policy.unstack` separates the layers once. Any object with the policy's functions (`prefill`,
 `unstack`, `decode_step`, `init_cache`, `head`, `logits`) can be sampled.
 
 Axes: P prompts, G completions of a prompt, L prompt tokens, T completion tokens, D model width, V vocabulary; R is a
@@ -122,9 +122,9 @@ def make_sampler(
 ) -> Callable[..., Samples]:
     """Make the function that samples completions.
 
-    It is compiled once per bucket of shapes (`bucket_size` rounds P and L up, T is fixed) and stops as soon as every
-    completion has ended. Random numbers of completion g at step t come from fold_in(fold_in(keys[p], g), t), so they
-    do not depend on the other prompts of the batch.
+    It is compiled once per bucket of shapes: `bucket_size` rounds P and L up, T is fixed. It stops as soon as every
+    completion has ended. Random numbers of completion g at step t come from fold_in(fold_in(keys[p], g), t). They do
+    not depend on the other prompts of the batch.
 
     Args:
         policy: A `Policy`, for example from `load_policy`, or any object with its functions.

@@ -135,8 +135,8 @@ def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool
 def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
     """Encode a text as a completion, including the EOS token.
 
-    EOS is the tokenizer's own, which closes a turn of its chat template, or the first of `eos_ids` if the own one is
-    not among them. Special tokens in the text stay text (`plain_tokens`). An ordinary token among `eos_ids`, such as a
+    EOS is the tokenizer's own, which closes a turn of its chat template. If `eos_ids` lack it, EOS is the first of
+    them. Special tokens in the text stay text (`plain_tokens`). An ordinary token among `eos_ids`, such as a
     newline, ends the completion, since the sampler would stop there. `gap` adds a leading space, which words need
     after plain text but not after a special token.
     """

@@ -138,7 +138,7 @@ def make_queries(
 class LocalBackend:
     """An encoder and the catalogue's unit vectors on the CPU, sparse ones (TF-IDF) or dense ones.
 
-    See `retriever.Backend`. Products of sparse vectors are sparse, so inverted lists are much faster than dense ones.
+    See `bridges.retrieval.Backend`. Products of sparse vectors are sparse, so inverted lists beat dense ones by far.
     """
 
     def __init__(self, encoder: Encoder, index: Index, *, block: int = _BLOCK):
@@ -148,7 +148,7 @@ class LocalBackend:
         self._blocks = [(start, _block(index.vectors, start, start + block)) for start in starts]
 
     def count(self, parts: Sequence[Queries]) -> list[Counts]:
-        """See `retriever.Backend`."""
+        """See `bridges.retrieval.Backend`."""
         return [self._count(part) for part in parts]
 
     def _count(self, queries: Queries) -> Counts:

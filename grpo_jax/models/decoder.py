@@ -138,46 +138,46 @@ def init_variables(
     return variables
 
 
-def joined_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the decoder for the result of `join_projections`."""
+def fused_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the decoder for the result of `fuse_projections`."""
     return dataclasses.replace(config, fused=True) if isinstance(config, DecoderConfig) else config
 
 
-def join_projections(variables: Variables, config: ModelConfig) -> Variables:
+def fuse_projections(variables: Variables, config: ModelConfig) -> Variables:
     """Fuse query, key and value projections, and gate and up, in unstacked variables: kernels, biases and adapters.
 
     Outputs are concatenated as in Phi-3; so are quantised ones and their scales. Adapters become one pair of factors,
     and each part of the outputs reads its own columns. Fused projections stay unchanged.
     """
-    projections = _joined_columns(config).items()
-    joined = {"params": dict(variables["params"]), "lora": dict(variables.get("lora", {}))}
-    for collection, with_joined in (("params", _with_joined_kernels), ("lora", _with_joined_adapters)):
-        for layer in [name for name in joined[collection] if name.startswith("layers_")]:
+    projections = _fused_columns(config).items()
+    fused = {"params": dict(variables["params"]), "lora": dict(variables.get("lora", {}))}
+    for collection, with_fused in (("params", _with_fused_kernels), ("lora", _with_fused_adapters)):
+        for layer in [name for name in fused[collection] if name.startswith("layers_")]:
             for name, columns in projections:
-                if any(part in joined[collection][layer] for part in columns):
-                    joined[collection][layer] = with_joined(joined[collection][layer], name, columns)
-    return {**variables, "params": joined["params"]} | ({"lora": joined["lora"]} if "lora" in variables else {})
+                if any(part in fused[collection][layer] for part in columns):
+                    fused[collection][layer] = with_fused(fused[collection][layer], name, columns)
+    return {**variables, "params": fused["params"]} | ({"lora": fused["lora"]} if "lora" in variables else {})
 
 
-def apart_and_joined(params: Variables, config: ModelConfig) -> Variables:
-    """Unstack parameters and fuse their projections (`join_projections`); host arrays stay on the host."""
-    return join_projections({"params": split_layers(params)}, config)["params"]
+def unstack_and_fuse(params: Variables, config: ModelConfig) -> Variables:
+    """Unstack parameters and fuse their projections (`fuse_projections`); host arrays stay on the host."""
+    return fuse_projections({"params": split_layers(params)}, config)["params"]
 
 
 def separate(params: Variables, config: ModelConfig) -> dict[str, PyTree]:
-    """Undo `apart_and_joined`, with `ListedLayers` in place of stacks; stacked layers stay unchanged."""
+    """Undo `unstack_and_fuse`, with `ListedLayers` in place of stacks; stacked layers stay unchanged."""
     apart = [params[name] for name in (f"layers_{i}" for i in range(config.num_layers)) if name in params]
     if not apart:
         return dict(params)
     layers: dict[str, PyTree] = {}
-    projections = _joined_columns(config)
+    projections = _fused_columns(config)
     for module, leaves in apart[0].items():
         for name, columns in projections.get(module, {module: slice(None)}).items():
             layers[name] = {leaf: ListedLayers(tuple(x[module][leaf] for x in apart), columns) for leaf in leaves}
     return {name: part for name, part in params.items() if not name.startswith("layers_")} | {"layers": layers}
 
 
-def _joined_columns(config: ModelConfig) -> dict[str, _Columns]:
+def _fused_columns(config: ModelConfig) -> dict[str, _Columns]:
     if not isinstance(config, DecoderConfig) or config.fused:
         return {}
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -192,7 +192,7 @@ def _side_by_side(widths: dict[str, int]) -> _Columns:
     return {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
 
 
-def _with_joined_kernels(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
+def _with_fused_kernels(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
     def beside(*parts: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         numpy = np if isinstance(parts[0], np.ndarray) else jnp
         return numpy.concatenate(parts, axis=-1)
@@ -201,7 +201,7 @@ def _with_joined_kernels(layer: Variables, name: str, columns: _Columns) -> dict
     return rest | {name: jax.tree.map(beside, *(layer[part] for part in columns))}
 
 
-def _with_joined_adapters(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
+def _with_fused_adapters(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
     rest = {other: tree for other, tree in layer.items() if other not in columns}
     present = {part: outputs for part, outputs in columns.items() if part in layer}
     width = max(outputs.stop for outputs in columns.values())

@@ -19,7 +19,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, empty_cache, platform_of
-from grpo_jax.models.decoder import Decoder, apart_and_joined, join_projections, joined_config, separate
+from grpo_jax.models.decoder import Decoder, fuse_projections, fused_config, separate, unstack_and_fuse
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, lora_config, save_adapters
 from grpo_jax.models.hf_config import as_user_error
@@ -206,10 +206,10 @@ class Policy:
 
         This copies once; stacked weights would be copied layer by layer for every token. On GPUs and TPUs, where
         decoding is bound by reading weights, matrices are cast to the compute dtype. One CUDA device also fuses
-        projections of the same states (`join_projections`).
+        projections of the same states (`fuse_projections`).
         """
         layers = unstack(variables, self.dtype if self.platform != "cpu" else self._narrowed(None))
-        return join_projections(layers, self.config) if self._joins else layers
+        return fuse_projections(layers, self.config) if self._fuses else layers
 
     def init_cache(self, prompts: int, group: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Cache:
         """Return an empty cache for `length` tokens of each completion."""
@@ -285,7 +285,7 @@ class Policy:
     def _decoder(self, *, stacked: bool = True, remat: str | None = None) -> Decoder:
         over_mesh = self.mesh is not None
         return Decoder(
-            joined_config(self.config) if self._joins and not stacked else self.config,
+            fused_config(self.config) if self._fuses and not stacked else self.config,
             dtype=self.dtype,
             remat=remat or self.remat,
             lora=self.lora,
@@ -353,7 +353,7 @@ class Policy:
         return self.config.max_positions if architecture.learned_positions else architecture.longest(self.config)
 
     @property
-    def _joins(self) -> bool:
+    def _fuses(self) -> bool:
         return self.platform == "cuda" and self.mesh is None
 
     @property
@@ -473,7 +473,7 @@ def load_policy(
         return copied(tree, devices[0]) if mesh is None else shard(tree, mesh)
 
     def store(params: Variables) -> dict[str, PyTree]:
-        params = apart_and_joined(params, read.config) if keeps_layers_apart(section, platform) else params
+        params = unstack_and_fuse(params, read.config) if keeps_layers_apart(section, platform) else params
         return put(params) if section.quantised == "none" else quantise(params, section.quantised, devices[0])
 
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
-from grpo_jax.models.decoder import apart_and_joined, init_variables
+from grpo_jax.models.decoder import init_variables, unstack_and_fuse
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.jitted import placed
 from grpo_jax.models.lora import init_adapters, quantise
@@ -105,7 +105,7 @@ def state_shapes(
         if config.algorithm.learns_values:
             variables[VALUE] = init_value_head(model.hidden_size)
         if keeps_layers_apart(section, platform):
-            variables["params"] = apart_and_joined(variables["params"], model)
+            variables["params"] = unstack_and_fuse(variables["params"], model)
         if section.quantised != "none":
             variables["params"] = quantise(variables["params"], section.quantised)  # the tower is not quantised
         return make_learner(config, Policy(model), 1).fresh(variables)

@@ -144,7 +144,7 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         rewards = rewards[1:]  # a single objective equals the total, up to its weight
     hidden = (*display.hidden, "completion tokens", "valid")
     charted = {curve.metric for chart in display.charts for curve in chart.curves}
-    watched = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
+    evaluated = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
     validation = _group(rows, "validation/", sparse=True)
     measures = [curve.metric.removeprefix("validation/") for curve in validation]
     validation = [
@@ -165,7 +165,7 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         *display.charts,
         Chart("Rewards", tuple(rewards)),
         Chart("Rewards turn by turn", tuple(by_turn)),
-        Chart("Evaluation rewards, never trained on", tuple(watched)),
+        Chart("Evaluation rewards, never trained on", tuple(evaluated)),
         Chart("Validation", tuple(validation)),
         Chart("Groups without signal", tuple(_group(rows, "zero_variance_groups/"))),
         *(Chart(title, tuple(Curve(*pair) for pair in named.items())) for title, named in moving.items()),

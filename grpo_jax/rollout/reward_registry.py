@@ -100,8 +100,8 @@ class TaskRewards:
             keyword arguments, or a factory (a class, a `Maker`). A reward receives a judge through an argument of the
             judge's name, like a column.
         defaults: Rewards if the config names none.
-        watched: Eval rewards if the config names none.
-        always_watched: Names among `functions` that are eval rewards of every run, last.
+        eval_defaults: Eval rewards if the config names none.
+        eval_always: Names among `functions` that are eval rewards of every run, last.
         measures: name → an eval reward for names that follow a pattern (NAME@K); None for other names.
         columns: (completions, columns) → further columns for the rewards, called once for all of them.
         column_names: Names of these columns.
@@ -109,8 +109,8 @@ class TaskRewards:
 
     functions: Mapping[str, Reward | Maker] = dataclasses.field(default_factory=dict)
     defaults: Sequence[RewardSection] = ()
-    watched: Sequence[str] = ()
-    always_watched: tuple[str, ...] = ()
+    eval_defaults: Sequence[str] = ()
+    eval_always: tuple[str, ...] = ()
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
     column_names: tuple[str, ...] = ()
@@ -144,14 +144,14 @@ class ResolvedRewards(NamedTuple):
     Attributes:
         sections: N rewards as configured.
         maximised: One function for each.
-        watched: W eval rewards.
+        evaluated: W eval rewards.
         eval_rewards: Their names as configured, with full import paths.
         progress: The run's progress as rewards see it.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[ResolvedReward, ...]
-    watched: tuple[ResolvedReward, ...]
+    evaluated: tuple[ResolvedReward, ...]
     eval_rewards: tuple[str, ...]
     progress: RewardProgress = RewardProgress()
 
@@ -173,7 +173,7 @@ class ResolvedRewards(NamedTuple):
     @property
     def asked(self) -> frozenset[str]:
         """Return the names of all rewards' arguments."""
-        return frozenset(name for one in (*self.maximised, *self.watched) for name in arguments_of(one.function))
+        return frozenset(name for one in (*self.maximised, *self.evaluated) for name in arguments_of(one.function))
 
     def describe(self) -> str:
         """Describe the maximised rewards: name, weight and condition of each."""
@@ -244,9 +244,9 @@ def resolve_rewards(
             if section.messages and ":" not in section.name:
                 raise UserError(f"rewards.{section.called}: messages is for rewards of your own; drop it")
         maximised.append(reward._replace(name=section.called, messages=section.messages))
-    names = (*(eval_rewards or source.watched), *source.always_watched)
-    watched = tuple(find(name, {}, "eval_rewards") for name in names)
-    return ResolvedRewards(tuple(sections), tuple(maximised), watched, names, RewardProgress(iterations))
+    names = (*(eval_rewards or source.eval_defaults), *source.eval_always)
+    evaluated = tuple(find(name, {}, "eval_rewards") for name in names)
+    return ResolvedRewards(tuple(sections), tuple(maximised), evaluated, names, RewardProgress(iterations))
 
 
 def require_columns(
@@ -257,7 +257,7 @@ def require_columns(
         return
     filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
     missing: dict[str, str] = {}
-    for reward in (*rewards.maximised, *rewards.watched):
+    for reward in (*rewards.maximised, *rewards.evaluated):
         own = required_arguments(reward.function) if reward.own else []
         missing |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
     columns: dict[str, None] = {}
@@ -308,7 +308,7 @@ def _unknown(name: str, source: TaskRewards, where: str) -> str:
             f"{short_name(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
             "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
-    measures = source.watched if where == "eval_rewards" else ()  # examples of names that follow a pattern
+    measures = source.eval_defaults if where == "eval_rewards" else ()  # examples of names that follow a pattern
     names = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
     return f"expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
 

@@ -79,16 +79,16 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
     return Evaluation(measures, rollout.first_of_each(), samples)
 
 
-def asked_to_watch(ctx: RunContext) -> list[str]:
+def asked_to_evaluate(ctx: RunContext) -> list[str]:
     """Return the eval rewards, without those that the task always has, for which lower may be better."""
-    return [name for name in ctx.fns.eval_reward_names if name not in ctx.task_data.rewards.always_watched]
+    return [name for name in ctx.fns.eval_reward_names if name not in ctx.task_data.rewards.eval_always]
 
 
-def watched_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
+def eval_reward_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
     """Return the eval_rewards of each prompt by name, rounded for checkpoints."""
     values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(ctx.fns.eval_reward_names, values.tolist(), strict=True))
-    return {name: columns[name] for name in asked_to_watch(ctx)}
+    return {name: columns[name] for name in asked_to_evaluate(ctx)}
 
 
 def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
@@ -198,7 +198,7 @@ def measures_by_column(ctx: RunContext, rows: Sequence[Row], evaluation: Evaluat
     kinds = np.array([str(row.columns[column]) for row in rows])
     return {
         f"{name}/{kind}": present_mean(np.array(values)[kinds == kind])
-        for name, values in watched_values(ctx, evaluation).items()
+        for name, values in eval_reward_values(ctx, evaluation).items()
         for kind in dict.fromkeys(kinds.tolist())
     }
 

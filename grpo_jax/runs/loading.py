@@ -331,8 +331,8 @@ def make_rollout_fns(
 ) -> RolloutFns:
     """Make the functions between the policy's tokens and the rewards."""
     maximised: dict[str, Reward] = {}
-    watched: dict[str, Reward] = {}
-    for bound, wanted in ((maximised, rewards.maximised), (watched, rewards.watched)):
+    evaluated: dict[str, Reward] = {}
+    for bound, wanted in ((maximised, rewards.maximised), (evaluated, rewards.evaluated)):
         for reward in wanted:
             bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
     return RolloutFns(
@@ -341,14 +341,14 @@ def make_rollout_fns(
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
-            watched,
+            evaluated,
             missing=config.on_judge_error == "missing",
             columns_of=data.rewards.columns,
             progress=rewards.progress.columns,
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
         ),
         reward_names=tuple(maximised),
-        eval_reward_names=tuple(watched),
+        eval_reward_names=tuple(evaluated),
         prepare=prepare,
         env=make_env_settings(config, data.environment, loaded),
         gallery=_GALLERY,

@@ -34,7 +34,7 @@ OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
     "completion_tokens": lambda rollout: float(rollout.lengths.sum(-1).mean()),
     "valid": lambda rollout: float(rollout.valid.mean()),
 }
-"""Measures of held-out completions beside rewards and watched measures."""
+"""Measures of held-out completions beside rewards and eval rewards."""
 
 
 def with_control(name: str, control: str) -> str:
@@ -171,7 +171,7 @@ def update_metrics(report: Record, learning_rate: float) -> Record:
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
     """Return the batch's part of a metrics row: judged rewards, maximised total, signal, lengths, completions."""
-    samples, rewards, watched = rollout.samples, rollout.final_rewards, rollout.final_eval_rewards
+    samples, rewards, eval_rewards = rollout.samples, rollout.final_rewards, rollout.final_eval_rewards
     assert samples is not None
     row: dict[str, float] = {}
     for index, name in enumerate(ctx.fns.reward_names):
@@ -182,7 +182,7 @@ def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -
         row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
     row |= signal_metrics(objectives)
     for index, name in enumerate(ctx.fns.eval_reward_names):
-        row |= _spread(f"eval_rewards/{name}", watched[..., index])
+        row |= _spread(f"eval_rewards/{name}", eval_rewards[..., index])
     lengths = samples.mask.sum(-1)
     row |= {
         "completion_tokens": float(lengths.mean()),

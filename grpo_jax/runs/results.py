@@ -11,7 +11,7 @@ from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.evaluation import Evaluation, Statistics, evaluate_texts, watched_values
+from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, fallen
 from grpo_jax.runs.session import Progress, Record
@@ -79,7 +79,7 @@ def summarise(
     improvement = None if baseline is None or reward is None else reward - baseline
     suspect: list[str] = []  # eval rewards that fell since the start
     if improvement is not None and improvement > 0:
-        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(ctx, after["greedy"]))
+        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), eval_reward_values(ctx, after["greedy"]))
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,

@@ -24,7 +24,7 @@ from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
+from grpo_jax.runs.evaluation import asked_to_evaluate, eval_reward_values, evaluate, measure_all
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.policy import load_teacher
@@ -137,10 +137,10 @@ class Trainer:
             notes["remembered"] |= ctx.task_data.report.remember("before", rollouts)
             if samples := statistics_of(before):
                 notes["samples"] = samples
-        notes["watched"] = {"test": watched_values(ctx, before["greedy"])} if before else {}
-        if asked_to_watch(ctx) and self.config.evaluation.every and ctx.validation_rows:
+        notes["watched"] = {"test": eval_reward_values(ctx, before["greedy"])} if before else {}
+        if asked_to_evaluate(ctx) and self.config.evaluation.every and ctx.validation_rows:
             validation = evaluate(ctx, self.state.variables, ctx.validation_rows)
-            notes["watched"]["validation"] = watched_values(ctx, validation)
+            notes["watched"]["validation"] = eval_reward_values(ctx, validation)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         identity = identity_of(self.config, ctx.task_data.identity)
         self.progress = Progress(0, self.iterations, None, 0, seconds, identity, notes)
@@ -257,7 +257,7 @@ class Trainer:
         measures = dict(evaluation.measures)
         measures[SCORE] = measures.pop(TOTAL)
         score = measures[section.best_by]
-        if fell := fallen(progress.notes["watched"].get("validation", {}), watched_values(ctx, evaluation)):
+        if fell := fallen(progress.notes["watched"].get("validation", {}), eval_reward_values(ctx, evaluation)):
             self.output.info(
                 f"validation after iteration {done}: {join_names(fell)} fell below the start: not the best"
             )

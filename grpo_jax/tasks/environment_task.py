@@ -91,7 +91,7 @@ def _rewards(runner: EnvRunner, kinds: Sequence[str]) -> TaskRewards:
     """Return the reward of a step, and one for each kind of environment if there are several."""
     alone = {f"reward_{kind}": _of_kind(runner.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
     return TaskRewards(
-        {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), always_watched=tuple(alone)
+        {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), eval_always=tuple(alone)
     )
 
 

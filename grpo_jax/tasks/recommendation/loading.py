@@ -78,8 +78,8 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         rewards=TaskRewards(
             task_rewards(len(catalogue), fused=fused),
             defaults=(RewardSection(name="ndcg"),),
-            watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
-            always_watched=(FUSED, RANK) if fused else (RANK,),
+            eval_defaults=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
+            eval_always=(FUSED, RANK) if fused else (RANK,),
             measures=measure,
             columns=ranked,
         ),

@@ -135,10 +135,10 @@ def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = Fa
     The last eval reward is the rank; with `fused` the one before it is the rank with the prior.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    watched = {kind: one.final_eval_rewards[:, 0] for kind, one in rollouts.items()}
-    ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in watched.items() if kind in kinds}
-    if fused and "greedy" in watched:
-        ranks[f"{name} + prior"] = watched["greedy"][:, -2].tolist()
+    eval_rewards = {kind: one.final_eval_rewards[:, 0] for kind, one in rollouts.items()}
+    ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in eval_rewards.items() if kind in kinds}
+    if fused and "greedy" in eval_rewards:
+        ranks[f"{name} + prior"] = eval_rewards["greedy"][:, -2].tolist()
     return ranks
 
 

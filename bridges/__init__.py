@@ -1,8 +1,7 @@
 """The PyTorch side: renderers, scorers and their helpers, retrieval, and dlpack exchange of arrays.
 
-Another distribution installs a top-level package of this name. Commands therefore look for `__grpo_jax__`
-before they use it, and say which path was imported if it is missing. Importing this package imports neither
-torch nor jax; its modules do.
+Another distribution installs a top-level package of this name. Commands therefore check for `__grpo_jax__` first, and
+report the imported path if it is missing. Importing this package imports neither torch nor jax; its modules do.
 """
 
 import os
@@ -12,10 +11,10 @@ __grpo_jax__ = True
 
 
 def bundled(name: str, part: str) -> Path | None:
-    """Folder of the weights bundled under a name, such as ("miniature", "policy"); None if there are none.
+    """Return the folder of bundled weights, such as ("miniature", "policy"); None if there are none.
 
     The rest of the name after its first "_" selects among several parts: ("miniature_vl", "policy") is policy_vl.
     """
     world, _, variant = name.partition("_")
     folder = Path(__file__).parent / world / "weights" / (f"{part}_{variant}" if variant else part)
-    return folder if name.isidentifier() and os.path.isdir(folder) else None  # of any text, a long one too
+    return folder if name.isidentifier() and os.path.isdir(folder) else None  # for any string, even a long one

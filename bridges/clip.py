@@ -1,7 +1,7 @@
 """Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020).
 
-Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on the other
-inputs of a call, and a resumed run sees the scores of an uninterrupted one.
+All batches have one fixed shape, so the last bits of a score do not depend on the other inputs of a call. A resumed run
+thus gets the scores of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class Preprocess(NamedTuple):
     """The evaluation transform of a vision model.
 
-    A picture of the tower's own size is normalised as it is; any other goes through the model's own library, with
-    which it was trained and published.
+    A picture of the tower's own size is only normalised; any other goes through the model's own library, with which it
+    was trained and published.
 
     Attributes:
-        size: Height and width that the image tower takes.
+        size: Height and width of the image tower's inputs.
         mean: Per channel, like `std`.
-        library: Pillow picture → [3, size, size], normalised.
+        library: PIL image → [3, size, size], normalised.
     """
 
     size: int
@@ -39,7 +39,7 @@ class Preprocess(NamedTuple):
     library: Callable[[Image], torch.Tensor]
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Resize, crop or pad, and normalise; float [B, 3, H, W] in [0, 1] to [B, 3, size, size]."""
+        """Resize, crop or pad, and normalise float [B, 3, H, W] in [0, 1] to [B, 3, size, size]."""
         if tuple(images.shape[-2:]) != (self.size, self.size):
             return torch.stack([self.library(picture) for picture in to_pillow(images)]).to(images)
         mean = images.new_tensor(self.mean).view(-1, 1, 1)
@@ -47,13 +47,13 @@ class Preprocess(NamedTuple):
 
 
 class Towers(Protocol):
-    """A CLIP as open_clip has it, or one with its names: inputs [B, …] → features [B, width]."""
+    """A CLIP model with open_clip's interface: inputs [B, …] → features [B, width]."""
 
     def encode_image(self, image: torch.Tensor, /) -> torch.Tensor:
-        """Features of pixels."""
+        """Return the features of pixels."""
 
     def encode_text(self, text: torch.Tensor, /) -> torch.Tensor:
-        """Features of tokens."""
+        """Return the features of tokens."""
 
 
 class Scorer:
@@ -87,7 +87,7 @@ class Scorer:
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """Return unit features float32 [B, width] of pictures [B, 3, H, W] in [0, 1], on any device.
 
-        Equal pictures are encoded once where they lie on the host.
+        Equal pictures on the host are encoded once.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
@@ -95,7 +95,7 @@ class Scorer:
             return torch.zeros((0, self.width), device=self.device)
         if images.device.type != "cpu":
             return self._image_features(images)
-        # a trained policy often writes the same text, whose picture is the same for a seed
+        # a trained policy often repeats a text, whose picture is the same for a seed
         pictures = images.detach().contiguous().view(torch.uint8).flatten(1).numpy()
         names = [hashlib.blake2b(picture).digest() for picture in pictures]
         _, first, places = np.unique(names, return_index=True, return_inverse=True)

@@ -1,7 +1,7 @@
-"""Prompts to pictures, through a text-to-image pipeline of diffusers.
+"""Render prompts with a text-to-image pipeline of diffusers.
 
-The noise of a picture is a function of its seed alone and is drawn on the CPU, so that it is the same on
-every device; the batch shape is fixed, so that a picture does not depend on the other pictures of a call.
+The noise of a picture depends only on its seed and is drawn on the CPU, so it is the same on every device. The batch
+shape is fixed, so a picture does not depend on the other pictures of a call.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ HUB_HELP = "log in with `hf auth login` after accepting the model's licence on i
 def token_limits(
     pipeline: DiffusionPipeline, length: int | None = None
 ) -> tuple[int | None, list[tuple[PreTrainedTokenizerBase, int]]]:
-    """Return the tokens that text encoders without a window of their own are given, and each tokenizer with its limit.
+    """Return the token limit of text encoders without their own window, and each tokenizer with its limit.
 
-    A `length` of None takes the pipeline's default, and 1 if it only pads what is absent with zeros (Stable
-    Diffusion 3 without T5), which would cost time. UserError if the pipeline does not say how many it reads.
+    A `length` of None takes the pipeline's default. It is 1 if the pipeline would only pad with zeros (Stable Diffusion
+    3 without T5), which would waste time. UserError if the pipeline has no such limit.
     """
     kind, readers = type(pipeline).__name__, text_readers(pipeline)
     clip = _clip_window(pipeline, [reader for reader in readers if _is_clip(reader[1])])
@@ -55,12 +55,12 @@ def token_limits(
 
 
 def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
-    """The transformer or U-Net."""
+    """Return the transformer or U-Net."""
     return getattr(pipeline, "transformer", None) or pipeline.unet
 
 
 def text_readers(pipeline: DiffusionPipeline) -> list[TextReader]:
-    """The (tokenizer, text encoder) pairs that are loaded."""
+    """Return the loaded (tokenizer, text encoder) pairs."""
     names = [(f"tokenizer{end}", f"text_encoder{end}") for end in ("", "_2", "_3", "_4")]
     pairs = [tuple(getattr(pipeline, name, None) for name in pair) for pair in names]
     return [pair for pair in pairs if None not in pair]
@@ -71,10 +71,10 @@ def _is_clip(encoder: PreTrainedModel) -> bool:
 
 
 def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int | None:
-    """Tokens that the CLIP encoders read; it is set in the pipeline and its tokenizers."""
+    """Return the token window of the CLIP encoders, and set it in the pipeline and its tokenizers."""
     if not readers:
         return None
-    # a tokenizer saved without a limit reports 1e30: the encoder's positions are the real one
+    # a tokenizer saved without a limit reports 1e30; the encoder's positions are the real limit
     window = min(min(t.model_max_length, e.config.max_position_embeddings) for t, e in readers)
     for tokenizer, _ in readers:
         tokenizer.model_max_length = window
@@ -84,10 +84,10 @@ def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int 
 
 
 def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
-    """Find a pipeline and its table of contents; no weight is read.
+    """Find a pipeline and its table of contents, without reading weights.
 
     `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
-    all. UserError if there is no such pipeline, or it needs code that comes with it.
+    all. UserError if there is no such pipeline, or it needs its own code.
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
@@ -119,10 +119,10 @@ def _contents(source: Path | str) -> dict:
 def load_pipeline(
     kind: type[DiffusionPipeline], source: Path | str, device: torch.device, dtype: torch.dtype, **parts: object
 ) -> DiffusionPipeline:
-    """Load a pipeline, silently; only safetensors are read, and no code that comes with the weights is run.
+    """Load a pipeline silently, only from safetensors and without running code of its folder.
 
-    `source` is from `find_pipeline`. `parts` replace parts of the folder; None leaves one out. UserError if the
-    weights are missing, broken or gated.
+    `source` is from `find_pipeline`. `parts` replace parts of the folder; None omits a part. UserError if the weights
+    are missing, broken or gated.
     """
     with _loading(source):
         pipeline = kind.from_pretrained(source, dtype=dtype, use_safetensors=True, **parts)
@@ -130,8 +130,8 @@ def load_pipeline(
             pipeline.to(dtype=dtype)
         pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    # `count_tokens` counts what falls outside the window; log lines in the progress bar say no more. The
-    # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
+    # Silence truncation warnings: `count_tokens` reports the same. The pipeline warns for every truncated prompt, a
+    # tokenizer only once, which it remembers in this dict.
     logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
     for tokenizer, _ in text_readers(pipeline):
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -139,7 +139,7 @@ def load_pipeline(
 
 
 def _loading(source: Path | str) -> AbstractContextManager[None]:
-    """Load silently; a failure is one line that says how to get the weights."""
+    """Load silently; report a failure in one line that tells how to get the weights."""
     return loading(f"the renderer {source} ({'is the folder complete?' if isinstance(source, Path) else HUB_HELP})")
 
 
@@ -154,11 +154,11 @@ class RenderError(RuntimeError):
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """Settings of drawing.
+    """Rendering settings.
 
     Attributes:
-        guidance: Classifier-free guidance scale; 1 does without, at half the cost.
-        size: Height and width in pixels; 0 for those that the model was made for.
+        guidance: Classifier-free guidance scale; 1 disables it, at half the cost.
+        size: Height and width in pixels; 0 for the model's default.
         batch_size: The last batch of a call is padded to it.
         negative_prompt: None takes the pipeline's own.
     """
@@ -171,7 +171,7 @@ class RenderSettings:
 
 
 class _ImageCache:
-    """Pictures by key, least recently used first out, bounded in bytes."""
+    """LRU cache of pictures by key, bounded in bytes."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
@@ -193,14 +193,14 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with the settings of training and of evaluation, and an image cache; made by a judge's file.
+    """A loaded pipeline with settings for training and evaluation, and an image cache; made by a judge's module.
 
     Attributes:
         name: Path of the pipeline.
-        window: Tokens of a prompt that reach the picture, special ones included: those of the text encoder that reads
-            furthest.
-        kind: For the line of a run's opening.
-        change: Maps pictures and their seeds to the pictures that are shown; None keeps them.
+        window: Tokens of a prompt that affect the picture, including special tokens: the largest window of the text
+            encoders.
+        kind: Kind of pipeline, for the line at the start of a run.
+        change: Maps pictures and their seeds to the shown pictures; None keeps them.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Renderer:
         cache_megabytes: int = 256,
         length: int | None = None,
     ):
-        """Describe a loaded pipeline; `length` is in tokens, for text encoders without a window of their own."""
+        """Wrap a loaded pipeline; `length` in tokens is for text encoders without their own window."""
         self.pipeline = pipeline
         self.device = device
         self._takes = inspect.signature(pipeline.__call__).parameters
@@ -227,7 +227,7 @@ class Renderer:
         self.name = name
         self.kind = type(pipeline).__name__
         self.change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
-        # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
+        # Copy them: a tokenizer keeps its truncation between calls, and counting runs while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer, limit in limits if limit == self.window]
         self._cache = _ImageCache(cache_megabytes * 2**20)
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
@@ -237,24 +237,24 @@ class Renderer:
         return f"{self.name}: {self.kind}, {steps}, window {self.window} tokens, on {self.device}"
 
     def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
-        """`render` with the settings of evaluation or of training, and `change` the pictures."""
+        """Run `render` with the settings of evaluation or training, and `change` the pictures."""
         images = self.render(texts, seeds, self.evaluation if evaluation else self.training)
         return images if self.change is None else self.change(images, seeds)
 
     def count_tokens(self, texts: list[str]) -> list[int]:
-        """Count the tokens of each text, special ones included, before any is cut off at `window`."""
-        # verbose=False: texts longer than the window are what is being counted, not worth a warning
+        """Count the tokens of each text, including special tokens, before truncation at `window`."""
+        # verbose=False: texts longer than the window need no warning here
         counts = [[len(tokenizer(text, verbose=False).input_ids) for text in texts] for tokenizer in self._counters]
         return [max(column) for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
-        """Draw one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
+        """Render one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
-        Seeds are from 0 to 2^63 - 1; equal ones give equal noise. Equal (prompt, seed) pairs are drawn once, and
-        pictures already in the cache are not drawn again.
+        Seeds are from 0 to 2^63 - 1; equal seeds give equal noise. Equal (prompt, seed) pairs are rendered once, and
+        cached pictures are not rendered again.
 
         Raises:
-            RenderError: The pipeline fails, as with a size that the model cannot draw, or a picture is not finite.
+            RenderError: The pipeline fails, for example at an unsupported size, or a picture is not finite.
         """
         if not prompts:
             return torch.zeros((0, 3, settings.size, settings.size), device=self.device)
@@ -266,12 +266,12 @@ class Renderer:
                 batch = missing[start : start + settings.batch_size]
                 drawn = self._draw([(prompt, seed) for prompt, seed, _ in batch], settings)
                 for key, image in zip(batch, drawn, strict=True):
-                    images[key] = image.clone()  # its own storage: the cache counts what it keeps alive
+                    images[key] = image.clone()  # its own storage: the cache counts the bytes it keeps alive
                     self._cache.put(key, images[key])
         return torch.stack([images[key] for key in keys]).float()
 
     def _draw(self, batch: list[tuple[str, int]], settings: RenderSettings) -> torch.Tensor:
-        """Draw one batch of (prompt, seed), padded to the settings' batch size."""
+        """Render one batch of (prompt, seed), padded to the settings' batch size."""
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
         options = {
             "guidance_scale": settings.guidance,
@@ -286,7 +286,7 @@ class Renderer:
             with torch.no_grad():
                 images = self.pipeline(
                     prompt=[prompt for prompt, _ in padded],
-                    # One for each picture: noise has the pipeline's own shape, and a scheduler's later noise follows.
+                    # One generator per picture: it also gives the noise of the scheduler's later steps.
                     generator=[torch.Generator().manual_seed(seed) for _, seed in padded],
                     num_inference_steps=settings.steps,
                     output_type="pt",

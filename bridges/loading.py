@@ -1,4 +1,4 @@
-"""Helpers of the loaders of renderers and scorers: names of devices and dtypes, silence, clear errors, sizes."""
+"""Helpers to load renderers and scorers: devices and dtypes, silent loading, clear errors, sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def torch_device(name: str | torch.device) -> torch.device:
-    """The torch device of "cpu" or "gpu:1" (or torch's own "cuda:1")."""
+    """Return the torch device of "cpu" or "gpu:1" (or torch's own "cuda:1")."""
     if isinstance(name, torch.device):
         return name
     kind, _, index = name.partition(":")
@@ -35,9 +35,9 @@ def torch_device(name: str | torch.device) -> torch.device:
 
 
 def match_precision(precision: str | None) -> None:
-    """Let torch's float32 products and convolutions on a card round as the policy's do: "highest" is full float32.
+    """Match torch's float32 precision on a GPU to the policy's: "highest" is full float32.
 
-    Any other precision allows TF32. A process has one setting.
+    Any other precision allows TF32. The setting is global to the process.
     """
     rounds = precision != "highest"
     torch.backends.cuda.matmul.allow_tf32 = rounds
@@ -45,11 +45,11 @@ def match_precision(precision: str | None) -> None:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder that `path` names; None if it can only be a hub id, UserError if a path does not exist."""
+    """Return the folder of `path`; None if it can only be a hub id, UserError if a path does not exist."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    # "owner/name" is a hub id; more slashes, or a start such as "/" or "./", mean a path
+    # "owner/name" is a hub id; more slashes, or a prefix such as "/" or "./", mean a path
     looks_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if looks_local or folder.exists():
         raise UserError(f"no such folder: {path}")
@@ -57,9 +57,9 @@ def local_folder(path: str) -> Path | None:
 
 
 def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
-    """Load a part of a folder of transformers, or of a model on the hub; no code that comes with it is run.
+    """Load a part of a transformers folder or hub model, without running its code.
 
-    `kind` is an Auto class, `part` a name for errors ("" for the whole), `options` are of `from_pretrained`.
+    `kind` is an Auto class, `part` a name for errors ("" for the whole), `options` go to `from_pretrained`.
     """
     folder = local_folder(path)
     with loading(f"the {part} of {path}" if part else path):
@@ -67,14 +67,14 @@ def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Load the config of a folder of transformers, or of a model on the hub."""
+    """Load the config of a transformers folder or hub model."""
     from transformers import AutoConfig
 
     return load_part(AutoConfig, path)
 
 
 def check_folder(path: str) -> None:
-    """Refuse a folder that is not there or holds no config of transformers; hub ids pass."""
+    """Refuse a missing folder, or one without a transformers config; hub ids pass."""
     if local_folder(path) is not None:
         load_config(path)
 
@@ -83,13 +83,13 @@ def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
     """Load a model in evaluation from a folder or hub id; UserError unless it holds all weights as safetensors."""
     options = {"dtype": DTYPES[dtype], "use_safetensors": True, "output_loading_info": True}
     model, info = load_part(kind, path, **options)
-    if missing := sorted(info["missing_keys"]):  # transformers draws them at random
+    if missing := sorted(info["missing_keys"]):  # transformers initialises them randomly
         raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")
     return model.eval().requires_grad_(False)
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, and the next one too where the first only announces it."""
+    """Return the first line of an error's message, and the next one if the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -104,15 +104,15 @@ def loading(what: str) -> Iterator[None]:
             yield
         except UserError:
             raise
-        except Exception as error:  # files of another version raise what they like
+        except Exception as error:  # files of another version may raise any type
             raise UserError(f"cannot load {what}: {first_line(error)}") from error
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep the libraries' progress bars, log lines and warnings off the terminal while models are loaded.
+    """Silence the libraries' progress bars, log lines and warnings while models are loaded.
 
-    Failures are not hidden: they arrive as exceptions, and the loaders turn them into one line.
+    Failures are still raised as exceptions, and the loaders report them in one line.
     """
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
@@ -132,7 +132,7 @@ def quiet_loading() -> Iterator[None]:
             module.enable_progress_bar()
 
 
-# Of the judges, for --plan: the models are built without memory (torch's meta device) from their config files alone.
+# Sizes of the judges, for --plan: models are built on torch's meta device, only from their config files.
 
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -162,7 +162,7 @@ PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
 def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     """Return the parameters of each model of a pipeline, its VAE's block widths, and its pictures' edge in pixels.
 
-    `path` is a folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature"; UserError if a config is missing or unfit.
+    `path` is a folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature". UserError if a config is missing or invalid.
     """
     if path in PUBLISHED_PIPELINES:
         return PUBLISHED_PIPELINES[path]
@@ -175,15 +175,15 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     vae = load_json(folder / "vae" / "config.json")
     widths = tuple(vae.get("block_out_channels") or vae["encoder_block_out_channels"])
     drawing = load_json(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
-    latents = drawing.get("sample_size", 128)  # FLUX's transformer has none: its pipeline says 128
+    latents = drawing.get("sample_size", 128)  # FLUX's transformer has none; its pipeline uses 128
     return sizes, widths, latents * 2 ** (len(widths) - 1)
 
 
 def renderer_memory(judge: StableDiffusion3 | TextToImage, *, use_t5: bool | None = None) -> list[tuple[str, int, str]]:
-    """Memory of a renderer, by part: weights, and the working memory of its VAE, which dominates.
+    """Return a renderer's memory by part: weights, and the working memory of its VAE, which dominates.
 
-    `use_t5` says whether the third text encoder is read, which is then noted. The VAE holds three pictures of the
-    second widest features at full size: before, within and after its last block.
+    `use_t5` is whether the third text encoder is loaded, which is then noted. The VAE holds three full-size activations
+    of its second widest features: before, within and after its last block.
     """
     sizes, widths, edge = pipeline_sizes(judge.path)
     edge = judge.size or edge
@@ -205,7 +205,7 @@ def renderer_memory(judge: StableDiffusion3 | TextToImage, *, use_t5: bool | Non
 
 
 def clip_size(model: str) -> int:
-    """Count the parameters of an open_clip model: a name that open_clip knows, or a folder in its layout."""
+    """Count the parameters of an open_clip model, given a known name or a folder in its layout."""
     import open_clip
 
     name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
@@ -219,7 +219,7 @@ def clip_size(model: str) -> int:
 
 
 def model_size(path: str, auto: str = "AutoModel") -> int:
-    """Count the parameters of the model in a folder of transformers; `auto` is the Auto class that builds it."""
+    """Count the parameters of a transformers folder's model; `auto` is its Auto class."""
     import transformers
 
     folder = local_folder(path)
@@ -244,7 +244,7 @@ def _size(library: str, kind: str, path: Path) -> int:
 
 
 def _count(model: torch.nn.Module) -> int:
-    """Parameters, and the buffers that are saved with them (SD3's positions)."""
+    """Count parameters and saved buffers (SD3's positions)."""
     saved = model.state_dict()
     buffers = (tensor for name, tensor in model.named_buffers() if name in saved)
     return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))

@@ -1,8 +1,8 @@
-"""Preprocessing of pictures drawn in torch for a vision-language policy, on the device where they are.
+"""Preprocessing of torch pictures for a vision-language policy, on their device.
 
-The arithmetic is that of the processors of Qwen-VL folders as transformers has them on torchvision, to the last bit
-on one device (those on Pillow differ in the last bits). A picture becomes 8-bit first, as in a file: the policy sees
-the same picture right after it was drawn as when it is read from a PNG.
+On one device the arithmetic is bit-equal to transformers' torchvision processors of Qwen-VL folders; those on Pillow
+differ in the last bits. A picture is first converted to 8 bits, as in a file. The policy thus sees a rendered picture
+exactly as if read from a PNG.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARGIN = 0.25
 
 
 class Settings(Protocol):
-    """The fields of `grpo_jax.models.hf.image_processor.PictureSettings` that are read here."""
+    """The used fields of `grpo_jax.models.hf.image_processor.PictureSettings`."""
 
     patch: int
     merge: int
@@ -30,21 +30,21 @@ class Settings(Protocol):
     resample: int
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the prepared picture."""
+        """Return height and width of the prepared picture."""
         ...
 
 
 def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Return the patches of pictures of one size, as in `to_eight_bits`, as a vision tower takes them.
+    """Return a vision tower's patches of pictures of one size, given as for `to_eight_bits`.
 
     Patches are f32 [N, S, C] on the same device in the processor's order, with the grid: rows and columns of patches.
-    ValueError also if the pictures are longer than the processor takes.
+    ValueError also if the aspect ratio exceeds the processor's limit.
     """
     return _patched(_normalised(_resized(to_eight_bits(images), settings), settings), settings)
 
 
 def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
-    """Return pictures as in a file, uint8 [N, 3, H, W] on the same device.
+    """Convert pictures as in a file, to uint8 [N, 3, H, W] on the same device.
 
     Args:
         images: Float [N, 3, H, W] in [0, 1], or uint8. Excess of less than `MARGIN` is clipped.
@@ -56,13 +56,13 @@ def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
         return images
     images = images.detach().float()
     lowest, highest = torch.stack(images.aminmax()).tolist()
-    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds for NaN
+    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # NaN fails both
         raise ValueError(f"images: expected floats in [0, 1] or uint8, got floats from {lowest:.4g} to {highest:.4g}")
     return images.clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
 def to_pillow(images: torch.Tensor) -> list[Image]:
-    """Convert pictures [N, 3, H, W] to Pillow; raises as `to_eight_bits`."""
+    """Convert pictures [N, 3, H, W] to PIL images; raises as `to_eight_bits`."""
     from PIL import Image
 
     return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
@@ -78,7 +78,7 @@ def _resized(images: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def _normalised(images: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Subtract the mean and divide by the deviation, both scaled to values up to 255: one multiplication less."""
+    """Subtract the mean and divide by the deviation, both scaled to 255, which saves a multiplication."""
     mean, deviation = (
         (torch.tensor(values, device=images.device) * (1.0 / settings.rescale)).view(-1, 1, 1)
         for values in (settings.mean, settings.deviation)
@@ -87,7 +87,7 @@ def _normalised(images: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def _patched(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Order patches block after merged block; a still picture fills all frames of a patch."""
+    """Order patches by merged block; a still picture fills all frames of a patch."""
     patch, merge, frames = settings.patch, settings.merge, settings.frames
     count, channels, height, width = images.shape
     rows, columns = height // patch, width // patch

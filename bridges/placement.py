@@ -1,7 +1,7 @@
-"""Which device each part runs on: the policy in JAX, the judges in torch.
+"""Placement of each part on a device: the policy in JAX, the judges in torch.
 
-By default each has a card of its own, `gpu:0`, `gpu:1`, …; with fewer cards they share, without any they run on the
-CPU. Cards are numbered as torch and JAX see them, that is after `CUDA_VISIBLE_DEVICES`.
+By default each has its own GPU, `gpu:0`, `gpu:1`, …. With fewer GPUs they share; without any they run on the CPU. GPUs
+are numbered as in torch and JAX, that is after `CUDA_VISIBLE_DEVICES`.
 """
 
 import ctypes
@@ -24,16 +24,16 @@ Placement = dict[str, str]
 
 
 def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
-    """Numbers of the policy's cards; none on the CPU."""
+    """Return the numbers of the policy's GPUs; none on the CPU."""
     return tuple(int(name.removeprefix("gpu:")) for name in placement[POLICY].split(",") if name != "cpu")
 
 
 def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placement, list[str]]:
     """Find a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
-    Requests are "auto", "cpu" or "gpu:N" by part, for the policy also "gpu:N,gpu:M"; on "auto" it takes
-    `policy_count` cards. Lines to print come back where it is not one card for each part. UserError if a named device
-    is not there, or the installed jax or torch cannot use it.
+    Requests are "auto", "cpu" or "gpu:N" by part, for the policy also "gpu:N,gpu:M"; on "auto" it takes `policy_count`
+    GPUs. Also returns lines to print, unless each part has its own GPU. UserError if a named device does not exist, or
+    the installed jax or torch cannot use it.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
     ask_torch = any(where != "cpu" for where in judges)
@@ -46,11 +46,11 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
 def resolve(
     requests: Mapping[str, str], gpu_count: int, *, jax_gpus: bool = True, torch_gpus: bool = True
 ) -> tuple[Placement, list[str]]:
-    """The rules of `place`, as a function of the machine's cards and the frameworks that can use them.
+    """Apply the rules of `place` to a number of GPUs and the frameworks that can use them.
 
-    A part on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that exists and
-    no other part names it, else the first free one, else it shares: not with the policy if there is another card, and
-    the fuller ones last. At most one line, about sharing or falling back, is returned.
+    A part on "auto" takes its own GPU: 0 for the policy, 1, 2, … for the judges in order. If that does not exist, or
+    another part names it, the part takes the first free GPU. Else it shares the least shared one, with the policy only
+    if there is no other. Returns at most one line, about sharing or falling back.
     """
     parts = tuple(requests)
     usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
@@ -68,10 +68,10 @@ def resolve(
 
 
 def prepare_jax(placement: Mapping[str, str]) -> list[str]:
-    """Show JAX the policy's cards only; where torch shares one, keep JAX from claiming its whole memory.
+    """Show JAX only the policy's GPUs; if torch shares one, stop JAX from preallocating its memory.
 
-    Must come before JAX's backend starts, which any use of an array does. The user's own environment variables
-    `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept. A line says if JAX had started already.
+    Call it before JAX's backend starts, which any use of an array does. The user's environment variables
+    `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept. Returns a line if JAX had already started.
     """
     cards = policy_cards(placement)
     if _jax_has_started():
@@ -90,11 +90,11 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
 
 
 def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
-    """Give JAX and torch a share each of a card that the policy shares with judges; return a line that says so.
+    """Divide a GPU's memory between JAX and torch if the policy shares it with judges; return a line about it.
 
-    Must come before JAX's backend starts. Nothing is claimed ahead (`prepare_jax`): a share is the most that either
-    may take. `needed` are the bytes that the judges on the policy's cards say they take, None if one does not say. A
-    user's own `XLA_PYTHON_CLIENT_MEM_FRACTION` is kept, and torch gets the rest.
+    Call it before JAX's backend starts. Nothing is preallocated (`prepare_jax`): a share is an upper limit. `needed`
+    are the bytes reported by the judges on the policy's GPUs, None if one does not report. The user's
+    `XLA_PYTHON_CLIENT_MEM_FRACTION` is kept, and torch gets the rest.
     """
     judges = {where for part, where in placement.items() if part != POLICY}
     shared = [card for card in policy_cards(placement) if f"gpu:{card}" in judges]
@@ -115,20 +115,20 @@ def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
     return [f"memory of {cards}: at most {ours:.0%} for the policy and {theirs:.0%} for judges, taken as needed"]
 
 
-_ALLOCATED = 0.92  # the rest of a card is for contexts and libraries
+_ALLOCATED = 0.92  # the rest of a GPU's memory is for contexts and libraries
 
 
 def memory_shares(needed: int | None, total: int) -> tuple[float, float]:
-    """Shares of a card of `total` bytes for JAX and for torch, whose judges need so many bytes (None: not known).
+    """Return JAX's and torch's shares of a GPU with `total` bytes, if judges need `needed` bytes (None: unknown).
 
-    Torch gets half as much again as its judges say, but a fifth of the card at least, and two thirds at most.
+    torch gets 1.5 times the judges' need, but at least a fifth and at most two thirds of the GPU.
     """
     theirs = _ALLOCATED / 2 if needed is None else min(max(1.5 * needed / total, 0.2), 2 / 3)
     return round(_ALLOCATED - theirs, 2), round(theirs, 2)
 
 
 def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
-    """JAX devices of the policy: the named cards that JAX sees, else its devices; starts JAX's backend."""
+    """Return the policy's JAX devices: the named GPUs that JAX sees, else its devices; starts JAX's backend."""
     cards = _jax_cards()
     if policy_cards(placement):
         return [cards[card] for card in policy_cards(placement) if card in cards] or jax.local_devices()
@@ -136,9 +136,9 @@ def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
 
 
 def cards_left() -> list[str] | None:
-    """Cards that this process does not use itself, as `CUDA_VISIBLE_DEVICES` names them; None if there are none.
+    """Return the GPUs unused by this process, as in `CUDA_VISIBLE_DEVICES`; None if there are none.
 
-    Used are those that JAX shows it, and those where torch holds memory.
+    JAX's visible GPUs, and those where torch holds memory, are used.
     """
     count = _count_cards()
     if not count:
@@ -153,7 +153,7 @@ def cards_left() -> list[str] | None:
 
 
 def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:
-    """Devices of an explicit request, in one spelling."""
+    """Return the devices of an explicit request, in normal form."""
     names = value.split(",") if part == POLICY else [value]
     if names == ["cpu"]:
         return names
@@ -179,7 +179,7 @@ def _free_or_shared(preferred: int, usable: int, taken: list[str], policy: list[
 
 
 def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gpus: bool) -> str:
-    """Such as "policy on gpu:0, renderer on gpu:1, scorer on gpu:1 (2 GPUs found)"."""
+    """Return a line such as "policy on gpu:0, renderer on gpu:1, scorer on gpu:1 (2 GPUs found)"."""
     count = f"{gpu_count or 'no'} GPU{'' if gpu_count < 2 else 's'} found"
     unable = [name for name, able in (("jax", jax_gpus), ("torch", torch_gpus)) if gpu_count and not able]
     if unable:
@@ -188,12 +188,12 @@ def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gp
 
 
 def _jax_cards() -> dict[int, jax.Device]:
-    """JAX's cards by torch's number; starts JAX's backend."""
+    """Return JAX's GPUs by torch's number; starts JAX's backend."""
     return {device.local_hardware_id: device for device in jax.local_devices() if device.platform == "gpu"}
 
 
 def _jax_has_started() -> bool:
-    # JAX has no public question for this; if the private one moves, act as if it had not started: harmless
+    # JAX has no public function for this; if the private one moves, assume that JAX has not started: harmless
     try:
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:
@@ -202,7 +202,7 @@ def _jax_has_started() -> bool:
 
 
 def _jax_has_gpus() -> bool:
-    """Tell whether the installed jax can drive GPUs, without starting it."""
+    """Return whether the installed jax supports GPUs, without starting it."""
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
         return False
@@ -211,7 +211,7 @@ def _jax_has_gpus() -> bool:
 
 
 def _torch_cards() -> tuple[bool, int]:
-    """Tell whether the installed torch can use cards, and count them."""
+    """Return whether the installed torch can use GPUs, and their number."""
     import torch
 
     usable = torch.backends.cuda.is_built() or torch.version.hip is not None
@@ -219,9 +219,9 @@ def _torch_cards() -> tuple[bool, int]:
 
 
 def _count_cards() -> int:
-    """NVIDIA cards as the driver lists them, for when torch cannot be asked."""
+    """Count the driver's NVIDIA GPUs, if torch cannot."""
     listing = Path("/proc/driver/nvidia/gpus")
-    # Sandboxes have no listing but the devices, WSL2 has neither but the management library.
+    # Sandboxes list only the devices; WSL2 has only the management library.
     count = len(list(listing.iterdir())) if listing.is_dir() else len(list(Path("/dev").glob("nvidia[0-9]*")))
     count = count or _managed_cards()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -229,7 +229,7 @@ def _count_cards() -> int:
 
 
 def _managed_cards() -> int:
-    """Cards that NVIDIA's management library counts; 0 without it."""
+    """Count the GPUs with NVIDIA's management library; 0 without it."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

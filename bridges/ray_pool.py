@@ -1,7 +1,7 @@
-"""A judge in plain Ray actors: a call is split into batches of rows, and each actor that is free takes the next.
+"""A judge in plain Ray actors: a call is split into batches of rows, and each free actor takes the next one.
 
-Ray restarts an actor that died. Its batch does not wait for that: it goes to another. An actor that is late ends its
-own process, so late is dead, too.
+Ray restarts a dead actor, but its batch goes to another actor at once. An actor that times out ends its own process,
+and so counts as dead.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from grpo_jax.config.named import FILE
 from grpo_jax.errors import UserError
 
 START_SECONDS = 600.0  # to load a judge: large weights on a slow disk, or a cluster that grows, take minutes
-ROWS = 32  # of a batch of a judge without a batch_size
-ATTEMPTS, RESTARTS = 3, 10  # actors that may be lost over one batch, and times that Ray starts one again
+ROWS = 32  # rows per batch for a judge without a batch_size
+ATTEMPTS, RESTARTS = 3, 10  # maximum actors lost over one batch, and maximum restarts of an actor
 Description = tuple[str, dict[str, Any], list[str], Signature | None]
 """Of a loaded judge: title, plain public attributes, names of methods, and signature (None without a call)."""
 
 
 class BatchLost(RuntimeError):
-    """Every actor that was given a batch died or timed out on it: the judge failed on it."""
+    """Every actor died or timed out on a batch: the judge failed on it."""
 
 
 def placed(judge: Judge, name: str) -> Judge | Pooled:
-    """Return a judge of the config as it is loaded: in its pool, if it has one. `name` is its place in errors."""
+    """Return a judge of the config for loading, in its pool if it has one. `name` is its name in errors."""
     return Pooled(judge, judge.pool, name) if judge.pool else judge
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A judge with the pool that it runs in."""
+    """A judge with its pool."""
 
     judge: Judge
     pool: PoolSection
     name: str
 
     def check(self) -> None:
-        """Run the judge's own check; actors that are elsewhere or have packages of their own run it themselves."""
+        """Run the judge's own check; remote actors, and those with their own packages, run it themselves."""
         if not (self.pool.runtime_env or self.pool.address):
             self.judge.check()
 
     def load(self, device: str = "cpu") -> RayPool:
-        """Start the actors, wait until they have loaded the judge, and return its proxy; `leave` ends them."""
+        """Start the actors, wait until they have loaded the judge, and return a proxy; `leave` ends them."""
         from bridges.placement import cards_left
 
         pool, name = self.pool, self.name
@@ -72,13 +72,13 @@ class Pooled:
         actors = start_actors(name, self.judge, pool)
         try:
             about = described(actors)
-        except PoolLost as error:  # nothing has begun that could be saved
+        except PoolLost as error:  # there is nothing to save yet
             raise UserError(f"{name}: {error}; the pool did not start (see `ray status`)") from error
         kind = RayPool if about[-1] is None else PooledReward
         return kind(name, actors, about, getattr(self.judge, "batch_size", 0) or ROWS, pool.batch_timeout)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Return the actors' share of this machine's memory; cards of a pool and other machines are not counted."""
+        """Return the actors' memory on this machine, without GPUs of a pool and other machines."""
         pool = self.pool
         if pool.address or pool.cards:
             where = f"{pool.replicas} actors of a Ray cluster, each with {pool.cards:g} of its cards"
@@ -88,19 +88,19 @@ class Pooled:
 
 
 class JudgeActor:
-    """A judge, loaded on its first call: an error of loading arrives like a later one."""
+    """A judge that is loaded on its first call, so that a loading error arrives like any other."""
 
     def __init__(self, judge: Any, device: str, folder: str, timeout: float, kernels: tuple[bool, bool]):
-        """Take "cpu" or "gpu:0" of the cards that Ray has given this actor, and the run's folder.
+        """Take "cpu" or "gpu:0" of the actor's GPUs, and the run's folder.
 
-        A batch has `timeout` seconds. `kernels` says whether torch must be deterministic, and may round to TF32.
+        A batch has `timeout` seconds. `kernels` are whether torch must be deterministic, and whether it may use TF32.
         """
         self._judge, self._device, self._folder, self._timeout, self._kernels = judge, device, folder, timeout, kernels
 
     @functools.cached_property
     def _loaded(self) -> Any:
         if os.path.isdir(self._folder):
-            os.chdir(self._folder)  # a config's paths begin there
+            os.chdir(self._folder)  # a config's paths are relative to it
         if self._device == "cpu":
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         if self._kernels != (False, True):
@@ -116,21 +116,21 @@ class JudgeActor:
         """Load the judge and describe it."""
         judge, public = self._loaded, {}
         for name in dir(judge):
-            with suppress(Exception):  # a property that is not ready, or asks for a package
+            with suppress(Exception):  # a property may be unavailable, or need a package
                 public |= {} if name.startswith("_") else {name: getattr(judge, name)}
         plain = {name: value for name, value in public.items() if type(value) in (bool, int, float, str, tuple)}
         methods = [name for name, value in public.items() if callable(value)]
         if not callable(judge):
             return title(judge), plain, methods, None
-        given = inspect.signature(judge).parameters.values()  # without types and defaults, which are of its packages
+        given = inspect.signature(judge).parameters.values()  # without types and defaults, which may need its packages
         bare = [Parameter(p.name, p.kind, default=p.empty if p.default is p.empty else None) for p in given]
         return title(judge), plain, methods, Signature(bare)
 
     def answer(self, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Call a method about one batch, or the judge itself if its name is ""; the process ends if it is late."""
+        """Call a method with one batch, or the judge itself if the name is ""; a timeout ends the process."""
         judge = self._loaded
         call, device = getattr(judge, method) if method else judge, getattr(judge, "device", None) or "cpu"
-        if self._timeout:  # though the interpreter's lock be held
+        if self._timeout:  # works even while a call holds the interpreter lock
             faulthandler.dump_traceback_later(self._timeout, exit=True, file=sys.__stderr__)
         try:
             own = {name: _copied(value, device) for name, value in keywords.items()}
@@ -143,7 +143,7 @@ class JudgeActor:
 
 
 def _copied(value: Any, device: Any = "cpu") -> Any:
-    """Copy an array, which Ray lends read-only, and tensors to a device, also those in lists and dictionaries."""
+    """Copy Ray's read-only arrays, and tensors to a device, also in lists and dictionaries."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if "torch" not in sys.modules:
@@ -170,16 +170,16 @@ def _has_rows(value: Any) -> bool:
 class RayPool:
     """Proxy of a judge in Ray actors, with its plain attributes and its methods.
 
-    Arguments of one length are split into batches of rows, whose answers are joined in their order: a judge must judge
-    each row by itself. Threads ask a pool one after the other.
+    Arguments of one length are split into batches of rows, and their answers are concatenated in order. A judge must
+    therefore judge each row independently. Threads use a pool one at a time.
     """
 
     def __init__(self, name: str, actors: Sequence[Any], about: Description, batch: int = ROWS, limit: float = 0.0):
-        """Take actors that have loaded the judge; `name`, and the `limit` in seconds of a batch, are for errors."""
+        """Take actors that have loaded the judge; `name`, and a batch's `limit` in seconds, are for errors."""
         described_as, attributes, self._methods, signature = about
         vars(self).update(attributes, device="cpu")
         self._name, self._size, self._lock, self._free = name, batch, threading.Lock(), deque(actors)
-        self._away: dict[Any, Any] = {}  # actors that Ray restarts, or at a batch that nobody waits for, by their word
+        self._away: dict[Any, Any] = {}  # restarting actors, and those at an abandoned batch, by a pending reference
         self._title = f"{described_as}; {len(actors)} actors of a Ray cluster, {batch} rows at a time"
         self._late, self._last = f" or took more than {limit:g} s (batch_timeout)" if limit else "", ""
         if signature is not None:
@@ -195,14 +195,14 @@ class RayPool:
         return self._draw if name == "draw" else functools.partial(self._ask, name)
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
-        """Draw equal pairs of text and seed once."""
+        """Render equal pairs of text and seed once."""
         pairs = list(zip(texts, seeds, strict=True))
         different = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
         drawn = self._ask("draw", [text for text, _ in different], [seed for _, seed in different], **keywords)
         return drawn if len(different) == len(pairs) else drawn[[different[pair] for pair in pairs]]
 
     def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method about rows: lists, tuples and arrays, if all are of one length; else the call is one batch."""
+        """Call a method with rows: lists, tuples and arrays of one length; otherwise the call is one batch."""
         lengths = {len(value) for value in (*arguments, *keywords.values()) if _has_rows(value)}
         count = lengths.pop() if len(lengths) == 1 else 0
         parts = [slice(start, min(start + self._size, count)) for start in range(0, count, self._size)]
@@ -225,12 +225,12 @@ class RayPool:
         return [one for part in answers for one in part]
 
     def run(self, method: str, requests: Sequence[tuple[Sequence, dict]], seconds: float = math.inf) -> list[Any]:
-        """Return a method's answers to some batches, arguments and keywords of each, in their order.
+        """Return a method's answers to some batches (arguments and keywords), in order.
 
         Raises:
-            PoolLost: No actor is left, the cluster is gone, or the answers did not come within the seconds.
-            BatchLost: A batch cost `ATTEMPTS` actors.
-            Exception: The judge's own.
+            PoolLost: No actor is left, the cluster is gone, or `seconds` have passed.
+            BatchLost: A batch lost `ATTEMPTS` actors.
+            Exception: The judge's own exception.
         """
         sent: dict[Any, tuple[int, Any]] = {}
         with self._lock:
@@ -245,7 +245,7 @@ class RayPool:
     def _answers(
         self, method: str, requests: Sequence[tuple[Sequence, dict]], seconds: float, sent: dict[Any, tuple[int, Any]]
     ) -> list[Any]:
-        """`run`; `sent` holds the batches that are on their way, by their reference: a number and an actor."""
+        """Run the batches; `sent` maps the references of pending batches to their number and actor."""
         import ray
 
         deadline = time.monotonic() + seconds
@@ -253,7 +253,7 @@ class RayPool:
         while sent or waiting:
             while waiting and self._free:
                 number, handle = waiting.popleft(), self._free.popleft()
-                answer = handle.answer.options(max_task_retries=0)  # Ray would ask the same actor, and count refusals
+                answer = handle.answer.options(max_task_retries=0)  # Ray would retry on the same actor
                 sent[attempt(answer.remote, method, *requests[number])] = number, handle
             if not (sent or self._away):
                 raise PoolLost(f"no actor is left; the last: {self._last}")
@@ -271,7 +271,7 @@ class RayPool:
                     if isinstance(error, PoolLost) and not isinstance(error, ActorLost):
                         raise
                     self._last = told(error)
-                    if number is None:  # it does not load any more
+                    if number is None:  # it can no longer load
                         continue
                     self._away[handle.describe.remote()] = handle
                     if not isinstance(error, ActorLost):
@@ -289,7 +289,7 @@ class RayPool:
 
 
 class PooledReward(RayPool):
-    """A judge that can be called, with its signature, from which a reward's arguments are chosen."""
+    """A callable judge with its signature, which selects a reward's arguments."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the judge."""
@@ -297,9 +297,9 @@ class PooledReward(RayPool):
 
 
 def start_actors(name: str, judge: Any, section: PoolSection, *, named: bool = False) -> list[Any]:
-    """Start the actors of a pool and return their handles; `named` NAME-0, NAME-1, …, any process finds them.
+    """Start the actors of a pool and return their handles; if `named` (NAME-0, …), any process can find them.
 
-    UserError if a cluster of the run's own lacks a resource; one elsewhere may grow.
+    UserError if the run's own cluster lacks a resource; another cluster may grow.
     """
     import ray
 
@@ -309,7 +309,7 @@ def start_actors(name: str, judge: Any, section: PoolSection, *, named: bool = F
         wanted, has = section.replicas * resources[kind], there.get(resource, 0.0)
         enough = section.address is not None or wanted <= has
         require(enough, f"{name}.resources.{kind}", f"at most the {has:g} of the Ray cluster for all actors", wanted)
-    if type(judge).__module__.startswith(FILE):  # the code of a judge's file, which no import finds, is sent along
+    if type(judge).__module__.startswith(FILE):  # send the code of a judge's file, which actors cannot import
         ray.cloudpickle.register_pickle_by_value(sys.modules[type(judge).__module__])
     options = {**resources, "runtime_env": section.runtime_env or None, "namespace": NAMESPACE}
     options |= {"max_restarts": RESTARTS, "max_task_retries": -1}
@@ -326,7 +326,7 @@ def start_actors(name: str, judge: Any, section: PoolSection, *, named: bool = F
 
 
 def described(actors: Sequence[Any]) -> Description:
-    """Wait until actors have loaded, and describe the judge; an error of loading is raised as it was."""
+    """Wait until actors have loaded, and describe the judge; a loading error is raised unchanged."""
     import ray
 
     try:

@@ -1,6 +1,6 @@
 """Post-train language policies in JAX with GRPO, GDPO or PPO, with rewards from anywhere.
 
-The names below are imported when they are first used: `import grpo_jax` alone loads neither JAX nor a model.
+The names below are imported lazily: `import grpo_jax` alone loads neither JAX nor a model.
 """
 
 import importlib

@@ -39,7 +39,7 @@ _COMMANDS = ("train", "resume", "plan", *_OTHERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first word names; return its exit code, 2 where there is none of that name."""
+    """Run the command named by the first word; return its exit code, or 2 for an unknown command."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name == "train":
         return train.main(rest)
@@ -64,7 +64,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own, with the current folder on the import path, as `python -m` has it."""
+    """Run `main` as a process, with the working directory on the import path, like `python -m`."""
     if os.getcwd() not in (path or os.getcwd() for path in sys.path[:1]):
         sys.path.insert(0, os.getcwd())
     if sys.argv[1:2] in (["train"], ["resume"]):

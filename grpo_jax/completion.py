@@ -14,7 +14,7 @@ from grpo_jax.errors import command, run_parser
 from grpo_jax.planning import MEMORY, TARGET
 
 _SHELLS = {"bash": "", "zsh": "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"}
-_FILE = "FILE"  # any file, as the last of an option's values
+_FILE = "FILE"  # any file, as an option's last value
 _SCRIPT = """\
 _grpo() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" choices=""
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _values(hint: Any) -> Sequence[str]:
-    """Return the words that a field of this type takes."""
+    """Return the possible words for a field of this type."""
     if hint in (bool, str) or get_origin(hint) is Literal:
         return ("true", "false") if hint is bool else (_FILE,) if hint is str else [*map(str, get_args(hint))]
     return [value for inner in get_args(hint) for value in _values(inner)]

@@ -1,9 +1,9 @@
-"""A page on this machine that asks a run: the rewrite of a prompt, its pictures and every judge's score.
+"""A local web page for a trained run: the rewrite of a prompt, its pictures and every judge's score.
 
     python -m grpo_jax.demo --run DIR [--checkpoint best] [--port 7860]
 
-Beside the answer of one checkpoint stand the prompt as it was typed, drawn from the same noise, and another
-checkpoint. `grpo recommend` asks a run that recommends.
+It compares a checkpoint's answer with the unchanged prompt, rendered from the same noise, and with another checkpoint.
+For runs that recommend use `grpo recommend`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 _EXAMPLES = 6
 _NONE = "none"
-_LARGEST = 2**20  # bytes of a request
+_LARGEST = 2**20  # maximum bytes of a request
 _STYLE = """
 :scope { background: none; }
 .entries { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
@@ -42,13 +42,13 @@ _STYLE = """
 
 
 class Guard:
-    """An ASGI layer that takes no uploads and no long requests: any page in the browser can post to this machine."""
+    """ASGI middleware that refuses uploads and long requests: any page in the browser can post to this machine."""
 
     def __init__(self, app: Callable):
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Callable, send: Callable) -> None:
-        """Answer 413, or hand the request on."""
+        """Answer 413, or pass the request on."""
         headers = dict(scope.get("headers", ()))
         size = headers.get(b"content-length", b"0")
         chunked = b"transfer-encoding" in headers
@@ -61,7 +61,7 @@ class Guard:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = run_parser("demo", "Serves a page that asks a trained run, judges included, on this machine alone.")
     parser.add_argument("--beside", default="start", metavar="NAME", help="Checkpoint beside it (default: start).")
     parser.add_argument("--port", type=int, default=7860, help="Port (default: %(default)s).")
@@ -89,7 +89,7 @@ def _serve(options: argparse.Namespace) -> None:
         asker = Asker(options.run, lambda name, detail="": print(f"{name:<10} {detail}"), leaving)
         page = make_page(asker, options, names)
         page.queue(default_concurrency_limit=1)
-        # A page elsewhere whose name is made to lead here (DNS rebinding) is told by its Host.
+        # The Host header detects DNS rebinding by a page elsewhere.
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[_HOST, "localhost"])
         page.launch(
             server_name=_HOST,
@@ -110,7 +110,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _require_free(port: int) -> None:
-    """Raise UserError where nobody can listen, before anything is loaded."""
+    """Raise UserError if the port cannot be opened, before anything is loaded."""
     if not 0 < port < 2**16:
         raise UserError(f"--port: expected a number from 1 to 65535, got {port}")
     try:
@@ -120,7 +120,7 @@ def _require_free(port: int) -> None:
 
 
 def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> str:
-    """Return the answers of checkpoints to a prompt as HTML, and a group of each where nothing is drawn."""
+    """Return the checkpoints' answers to a prompt as HTML; without a renderer, a group of each."""
     from grpo_jax.reports.page import render
     from grpo_jax.runs.results import shown_episode
 
@@ -150,7 +150,7 @@ def _note(judged: Mapping[str, Episode]) -> str:
 
 
 def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -> Blocks:
-    """Make the page; one question at a time is answered."""
+    """Make the page; it answers one request at a time."""
     import gradio
 
     from grpo_jax.reports.page import style

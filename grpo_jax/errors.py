@@ -22,11 +22,11 @@ EXTRAS = {
     "gradio": "demo",
 }
 """The extra that brings a module which is imported only where it is needed."""
-_SHOWN_CHARACTERS = 140  # of mistakes in data
+_SHOWN_CHARACTERS = 140  # shown of a mistake in data
 
 
 def version() -> str:
-    """The package's version, as the commands print it."""
+    """Return the package's version for the commands."""
     from importlib import metadata
 
     try:
@@ -36,21 +36,21 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: each line names it and its remedy. Commands exit with 2."""
+    """A mistake that the user can fix; each line names it and its remedy. Commands exit with 2."""
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.args))
 
 
 class Problems:
-    """Mistakes in data, counted, and the first two in words: a file may hold millions."""
+    """Mistakes in data: their number, and the first two in words, since a file may hold millions."""
 
     def __init__(self) -> None:
         self.count = 0
         self.shown: list[str] = []
 
     def add(self, message: str) -> None:
-        """Note one."""
+        """Add a mistake."""
         self.count += 1
         if len(self.shown) < 2:
             self.shown.append(_cut(message, _SHOWN_CHARACTERS))
@@ -64,15 +64,15 @@ class Problems:
 
 
 class FieldError(UserError, ValueError):
-    """An invalid value of a field; as a ValueError it is one of those that pydantic collects."""
+    """An invalid value of a field; pydantic collects it, since it is a ValueError."""
 
 
 class StopRun(UserError):
-    """A judge, or the data, is gone for good: the run saves and ends. Never turned into a missing reward."""
+    """A judge or the data is permanently unavailable: the run saves and ends. It never becomes a missing reward."""
 
 
 class Stopped(BaseException):
-    """A stop was asked for (SIGTERM, Ctrl-C) while a run waits; `iteration` is the one that was saved, if any."""
+    """A stop was requested (SIGTERM, Ctrl-C) while a run waits; `iteration` is the saved one, if any."""
 
     iteration: int | None = None
 
@@ -91,9 +91,9 @@ class StageTimeout(StageError):
 
 
 def one_line(value: object, limit: int = 100) -> str:
-    """One printable line, of `limit` characters, of a user's text, exception or object.
+    """Return one printable line of at most `limit` characters for a user's text, exception or object.
 
-    Never raises, whatever its own methods do. Texts and exceptions are shown as they are, other objects as repr.
+    It never raises, even if the object's methods do. Strings and exceptions are shown by str, other objects by repr.
     """
     try:
         text = str(value) if isinstance(value, str | BaseException) else reprlib.repr(value)
@@ -104,14 +104,14 @@ def one_line(value: object, limit: int = 100) -> str:
 
 
 def is_own_doing(error: BaseException) -> bool:
-    """Return whether an error is a judge's own: no `StopRun`, and no signal, which reaches the main thread alone."""
+    """Return whether an error is a judge's own, not `StopRun` or a signal, which only reaches the main thread."""
     interrupt = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
 @contextmanager
 def failures_as(describe: Callable[[BaseException], BaseException]) -> Iterator[None]:
-    """Raise describe(error) in place of an error of a user's own code inside (`is_own_doing`); others pass."""
+    """Raise describe(error) in place of an error of a user's code inside (`is_own_doing`); others propagate."""
     try:
         yield
     except BaseException as error:
@@ -122,16 +122,16 @@ def failures_as(describe: Callable[[BaseException], BaseException]) -> Iterator[
 
 
 def short_repr(value: object, most: int = 60) -> str:
-    """A value as an error line shows it: its repr, in so many characters at most."""
+    """Return a value for an error line: its repr, in at most `most` characters."""
     try:
         text = repr(value)
-    except Exception as error:  # a number of 5000 digits, a list without end, anyone's own class
+    except Exception as error:  # a number of 5000 digits, an endless list, a user's class
         text = f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
     return _cut(text, most)
 
 
 def short_name(name: object, most: int = 80) -> str:
-    """A name as an error line shows it: as it stands if it is short and printable; of a long path its end."""
+    """Return a name for an error line: unchanged if short and printable, else its repr; for a long path its end."""
     text = str(name)
     if text.isprintable() and (len(text) <= most or "/" in text):
         return text if len(text) <= most else f"…{text[1 - most :]}"
@@ -144,7 +144,7 @@ def _cut(text: str, most: int) -> str:
 
 @contextmanager
 def extras_named() -> Iterator[None]:
-    """Raise UserError with the extra that brings a module of `EXTRAS` not found inside; a decorator too."""
+    """Convert a missing module of `EXTRAS` to a UserError that names its extra; also a decorator."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -181,7 +181,7 @@ def read_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpa
 def command(
     make_parser: Callable[[], argparse.ArgumentParser], act: Callable[[argparse.Namespace], None]
 ) -> Callable[[Sequence[str] | None], int]:
-    """Return the `main` of a command that reads a run: of its arguments (None: the process's own), its exit code."""
+    """Return the `main` of a command that reads a run: arguments (None: the process's own) → exit code."""
 
     def main(arguments: Sequence[str] | None = None) -> int:
         return run_cli(lambda words: act(read_options(make_parser(), words)), arguments)
@@ -194,8 +194,8 @@ def run_cli(
 ) -> int:
     """Run a command on its arguments (None: the process's own) and return its exit code.
 
-    A user's mistake or a failed judge is one line and 2, an interrupt 130; an int that `act` returns is the code.
-    --debug lets tracebacks through. `silent` says that another process prints the line.
+    A user's mistake or a failed judge prints one line and gives 2, an interrupt 130; an int from `act` is the code.
+    --debug shows tracebacks. `silent` returns whether another process prints the line.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -205,26 +205,26 @@ def run_cli(
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
-    except BrokenPipeError:  # who reads the output has read enough, as in `--help all | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `--help all | head`
         return 0
     except Exception as error:
         lines = _lines_of(error)
         if debug or lines is None:
             raise
-        for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
+        for line in () if silent() else lines:  # one line each, although a file or library may have put more into them
             complain(f"error: {' '.join(str(line).split())}")
         return 2
     return result if isinstance(result, int) else 0
 
 
 def _lines_of(error: Exception) -> Sequence[object] | None:
-    """Return the lines of an error that its message explains; None for one whose traceback is needed."""
+    """Return the lines of a self-explanatory error; None for an error that needs its traceback."""
     if isinstance(error, UserError):
         return error.args
     sampling = isinstance(error, StageError) and error.stage.startswith("sample")
     if isinstance(error, StageError) and not sampling:
         return [error]
-    exhausted = "RESOURCE_EXHAUSTED" in str(error)  # JAX's; torch's has a name of its own
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)  # JAX's error; torch has its own class
     if not exhausted and type(error).__name__ != "OutOfMemoryError":
         return None
     whose = "the policy" if sampling or exhausted else "a judge in PyTorch"
@@ -232,8 +232,8 @@ def _lines_of(error: Exception) -> Sequence[object] | None:
 
 
 def complain(text: str) -> None:
-    """Write a line to standard error, if anybody listens."""
-    with suppress(OSError, ValueError):  # nobody may be listening any more
+    """Write a line to standard error, if it is still open."""
+    with suppress(OSError, ValueError):  # standard error may be closed
         print(text, file=sys.stderr, flush=True)
 
 
@@ -246,10 +246,10 @@ _MANAGED = ("GLIBC_TUNABLES", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "PYTEST_CURRE
 
 
 def restart_with_memory_settings() -> None:
-    """Start this process once more with `MALLOC_SETTINGS`, which glibc reads before Python starts.
+    """Restart this process with `MALLOC_SETTINGS`, which glibc reads before Python starts.
 
-    Call it first in a command's own process. It returns if there is nothing to do: settings of malloc are in the
-    environment, another program manages this process, GRPO_JAX_KEEP_ENV=1, or no glibc. The process id stays.
+    Call it first in a command's process. It returns if malloc settings are already in the environment, another program
+    manages this process, GRPO_JAX_KEEP_ENV=1, or there is no glibc. The process id stays.
     """
     keeps = os.environ.get("GRPO_JAX_KEEP_ENV", "") not in ("", "0")
     if keeps or any(name in os.environ for name in _MANAGED) or any(name.startswith("MALLOC_") for name in os.environ):
@@ -268,11 +268,11 @@ _LEAVING_SECONDS = 15.0
 
 
 def exit_process(code: int) -> NoReturn:
-    """End a command's process; Python's own exit would wait for every thread, even one that hangs in a judge."""
+    """End a command's process; Python's exit would wait for every thread, even one that hangs in a judge."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # its reader went away, and Python would complain of it at the exit
+        except OSError:  # the reader is gone, and Python would report that at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     def end_anyway() -> None:
@@ -280,7 +280,7 @@ def exit_process(code: int) -> NoReturn:
         os._exit(code)
 
     if any(thread.name.startswith(ABANDONED) for thread in threading.enumerate()):
-        os._exit(code)  # it may run torch or JAX, which are taken apart under it
+        os._exit(code)  # a thread may still use torch or JAX, whose teardown would crash it
     threading.Thread(target=end_anyway, daemon=True).start()
     sys.exit(code)
 

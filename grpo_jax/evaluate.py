@@ -1,6 +1,6 @@
 """`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--out FILE]`.
 
-Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
+Evaluates a checkpoint on held-out prompts, also of a run in training; it writes nothing to the run's folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     description = "Restores a policy from a run directory and measures it on the held-out prompts."
     parser = run_parser("evaluate", description)
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")

@@ -1,6 +1,6 @@
 """`python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]`.
 
-Writes the trained policy as a Hugging Face folder, or its adapters alone as a PEFT folder.
+Writes the trained policy as a Hugging Face folder, or only its adapters as a PEFT folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     description = "Restores a policy from a run directory and writes it as a Hugging Face folder, adapters merged."
     parser = run_parser("export", description)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")

@@ -1,4 +1,4 @@
-"""A trained policy as a function from prompt to prompt, and as a command.
+"""Rewrite prompts with a trained policy, as a function or a command.
 
 On the command line:
 
@@ -36,15 +36,15 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     Args:
         run_dir: Run directory of a training run.
-        checkpoint: "final" (`policy/`, which summary.json measures as "after"), "best" (by the validation score,
-            which a few prompts decide, docs/runs.md), "latest", or a step.
+        checkpoint: "final" (`policy/`, evaluated as "after" in summary.json), "best" (by the validation score, which
+            may depend on few prompts, docs/runs.md), "latest", or a step.
 
     Returns:
-        rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is invalid.
-        Pictures are paths, bytes, of Pillow or arrays, as a row of the data has them.
+        rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself if the policy's answer is invalid.
+        Pictures are paths, bytes, PIL images or arrays, as in a row of the data.
 
     Raises:
-        UserError: There is no such run or checkpoint, or a package that it needs is missing.
+        UserError: There is no such run or checkpoint, or a required package is missing.
     """
     from grpo_jax.runs.policy import restore_policy
 
@@ -53,9 +53,9 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
 
 def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
-    """Make the function of `load_rewriter` for a policy that is loaded.
+    """Make the function of `load_rewriter` for a loaded policy.
 
-    The longest of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
+    The longest of `rows`, which have no pictures, sets the width of all prompts, so that no prompt recompiles.
     """
     import jax
 
@@ -84,7 +84,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     encode_wide = encoder(rows) if rows else None
 
-    @functools.cache  # what may be written is read when it is asked for first
+    @functools.cache  # choices are read on first use
     def sampler() -> Callable[..., Samples]:
         texts = config.task.choices(config)
         ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
@@ -106,7 +106,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is invalid."
     parser = run_parser("predict", description)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -130,7 +130,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
-    """Return the lines of the file that an option names, and their numbers, from 1, without blank ones."""
+    """Return the non-blank lines of an option's file, with their numbers from 1."""
     try:
         lines = read_text(path).replace("\r\n", "\n").split("\n")
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Items from a trained run: the next ones for a user's history.
+"""Recommend the next items for a user's history with a trained run.
 
 On the command line:
 
@@ -21,10 +21,10 @@ SEPARATOR = "|"
 
 @extras_named()
 def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
-    """Return recommend(titles, k=10) of a run whose task recommends: its best items.
+    """Return recommend(titles, k=10) → best items, for a run whose task recommends.
 
-    A title that stands several times counts once, in its last place; one that is no item's is skipped. Its further
-    arguments are `exclude`, items that are never recommended, and `note`, which gets a line on skipped items.
+    A repeated title counts once, at its last position; an unknown title is skipped. Further arguments are `exclude`,
+    items that are never recommended, and `note`, which gets a line about skipped titles.
 
     Args:
         run_dir: Run directory of a training run.

@@ -10,7 +10,7 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser, short_
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     description = "Writes report.html of a run again, finished or not."
     parser = run_parser("report", description, reads_run=False)
     parser.add_argument("run", metavar="RUN", help="Run directory of a training run.")
@@ -34,7 +34,7 @@ def _report(options: argparse.Namespace) -> None:
         raise UserError(f"--out: expected a file in a folder that exists, got {short_name(out)}")
     try:
         display = load_config(run.config).task.display
-    except UserError as error:  # a task that is gone
+    except UserError as error:  # the task no longer exists
         print(f"warning: {run.path.name} is shown without its task's own charts: {error}")
         display = Display()
     write_report(run, display, path=out)

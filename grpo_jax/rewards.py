@@ -1,8 +1,8 @@
-r"""Rewards that everyone writes, for `rewards` of a config by their names: `grpo_jax.rewards:numeric_answer`.
+r"""Common reward functions, for `rewards` of a config by import path: `grpo_jax.rewards:numeric_answer`.
 
-Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns) → a value for each of P·G
-completions, None if it does not apply; other columns are not looked at. Keyword arguments are its `options` in
-the config.
+Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns). It returns a value for each
+of P·G completions, None if it does not apply, and ignores other columns. Keyword arguments are its `options` in the
+config.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Unit = Literal["characters", "words", "tokens"]
 def regex_format(
     prompts: Sequence[str], completions: Sequence[str], *, pattern: str, whole: bool = True, **columns: object
 ) -> list[float]:
-    r"""1 if a completion has a form, else 0.
+    r"""Return 1 if a completion matches a pattern, else 0.
 
     Args:
-        pattern: A regular expression of Python's, such as "Answer: \d+"; its dots match line breaks.
-        whole: It must fit the whole completion, white space around it apart; otherwise some part of it.
+        pattern: A Python regular expression, such as "Answer: \d+"; its dots match line breaks.
+        whole: Whether it must match the whole completion, ignoring surrounding white space, rather than a part.
     """
     form = re.compile(pattern, re.DOTALL)
     fits = form.fullmatch if whole else form.search
@@ -40,12 +40,12 @@ def think_format(
     opened: bool = False,
     **columns: object,
 ) -> list[float]:
-    """1 if a completion thinks first, in one block that is closed, and then says something; else 0.
+    """Return 1 if a completion is one closed reasoning block followed by text, else 0.
 
     Args:
-        tag: Of the block, <think> … </think>.
-        answer_tag: Tag of the block that the text after it must be, such as "answer"; "" for any text.
-        opened: The chat template has opened the block: a completion begins inside it.
+        tag: Tag of the block, <think> … </think>.
+        answer_tag: Tag of a block that the following text must be, such as "answer"; "" for any text.
+        opened: Whether the chat template opens the block, so that a completion begins inside it.
     """
     start, end = f"<{tag}>", f"</{tag}>"
 
@@ -61,7 +61,7 @@ def think_format(
 
 
 def _inside(text: str, tag: str) -> str:
-    """Return the inside of the one block that a text is; the text itself without a tag; "" if it is none."""
+    """Return the contents of a text that is one block, else ""; without a tag return the text itself."""
     if not tag:
         return text
     inner = text.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
@@ -79,16 +79,16 @@ def length_penalty(
     unit: Unit = "words",
     **columns: object,
 ) -> list[float]:
-    """0 for completions of up to `start`, -1 from `end` on, and evenly between.
+    """Return 0 for completions up to length `start`, -1 from `end` on, and a linear penalty between.
 
     Args:
-        completion_ids: Tokens of each, for unit "tokens".
-        start: The longest that costs nothing.
-        end: The length from which all is lost.
+        completion_ids: Token ids of each completion, for unit "tokens".
+        start: Largest length without a penalty.
+        end: Smallest length with the full penalty.
         unit: Unit of the length: "characters", "words" or "tokens".
 
     Raises:
-        ValueError: `end` is not above `start`, or `unit` is none of these.
+        ValueError: `end` is not above `start`, or `unit` is unknown.
     """
     if not 0 <= start < end:
         raise ValueError(f"start must be at least 0 and end above it, got {start} and {end}")
@@ -113,13 +113,13 @@ def exact_match(
     ignore_case: bool = False,
     **columns: object,
 ) -> list[float | None]:
-    r"""1 if a completion is the answer, white space apart, else 0; None for a row whose answer is None.
+    r"""Return 1 if a completion equals the answer, ignoring white space, else 0; None for a row whose answer is None.
 
     Args:
-        answer: Of each: a text, a number, or a list of those that are right.
-        pattern: Finds the answer in a completion: first group of the last match, as in "<answer>(.*?)</answer>".
-            Empty: all of the completion.
-        ignore_case: Whether Yes is yes.
+        answer: Per completion a string, a number, or a list of correct ones.
+        pattern: Extracts the answer from a completion: first group of the last match, as in
+            "<answer>(.*?)</answer>". Empty: the whole completion.
+        ignore_case: Whether to ignore case.
 
     Raises:
         ValueError: `pattern` has no group.
@@ -145,7 +145,7 @@ def exact_match(
 
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, where it is no minus between two numbers
+    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, but not a minus between two numbers
     r"(?:(?:\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\d))?"
 )
@@ -159,18 +159,18 @@ def numeric_answer(
     tolerance: float = 0.0,
     **columns: object,
 ) -> list[float | None]:
-    r"""1 if a completion's number is the answer's, else 0; None for a row whose answer is None.
+    r"""Return 1 if a completion's number equals the answer's, else 0; None for a row whose answer is None.
 
-    The number of a text is the one in its last \boxed{…}, which must be the only one there, or else the text's last
-    one. So an answer may be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and
-    1e3 is 1000. A comma is a thousands separator, a unit or a percent sign is not looked at.
+    A text's number is the only number in its last \boxed{…}; without a box, it is the last number of the text. An
+    answer may thus be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and 1e3 is
+    1000. A comma is a thousands separator; units and percent signs are ignored.
 
     Args:
-        answer: Of each, a number or a text with one.
-        tolerance: How far it may be off: as a share of the answer, of answers below 1 as it stands.
+        answer: Per completion, a number or a text with one.
+        tolerance: Allowed deviation, relative to the answer; absolute for answers below 1.
 
     Raises:
-        ValueError: An answer holds no number.
+        ValueError: An answer contains no number.
     """
     share = Decimal(str(tolerance))
 
@@ -191,13 +191,13 @@ def numeric_answer(
 def _number_of(text: str) -> Decimal | None:
     boxed = _boxed(text)
     numbers = _NUMBER.findall(text if boxed is None else boxed.replace("{,}", ",").replace("\\!", ""))
-    if not numbers or (boxed is not None and len(numbers) > 1):  # a fraction, a pair
+    if not numbers or (boxed is not None and len(numbers) > 1):  # a box with a fraction or a pair
         return None
     return Decimal(numbers[-1].replace(",", "").replace("−", "-"))
 
 
 def _boxed(text: str) -> str | None:
-    r"""Return the inside of the last \boxed{…} that is closed."""
+    r"""Return the contents of the last closed \boxed{…}."""
     inside, opened = None, []
     for brace in re.finditer(r"(\\boxed\s*)?\{|\}", text):
         if brace[0] != "}":

@@ -1,4 +1,4 @@
-"""The training command, a thin shell over `run`.
+"""The training command, a thin wrapper of `run`.
 
 - `python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]`
 - `python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16 | --target h100]`
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import UserError, exit_process, extras_named, restart_with_memory_settings, run_cli, version
 
-if __name__ == "__main__":  # before anything that takes long to import
+if __name__ == "__main__":  # before slow imports
     restart_with_memory_settings()
 
 from grpo_jax.config.command_line import parse
@@ -38,33 +38,32 @@ def run(
     """Train a policy and leave a run directory.
 
     Args:
-        config: The run, of `make_config`; its run_dir must be set.
-        prompts: In place of data.prompts: a list of prompts, or of records {"prompt": …, column: …} as a .jsonl file
-            holds them ("split" included), a pandas DataFrame or a `datasets.Dataset` of such records, or a
-            `PromptSet`. They are kept in prompts.jsonl of the run directory, where --resume and evaluate find them.
-        rewards: In place of config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for
-            a missing one; a list of them, each called by its own name, or {name: function}. The entry of
-            config.rewards with that name, if there is one, sets its weight, condition, options and messages;
-            otherwise it has weight 1. Every entry must have its function. --resume and evaluate find functions at the
-            top level of a module again, others must be given again.
-        on_iteration: Called with a `runs.session.IterationEvent` when an iteration's metrics are written. Like the
-            others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
-            --resume goes on.
-        on_validation: Called after it where the iteration was validated.
-        on_checkpoint: Called when a checkpoint is on disk; its writing is waited for.
+        config: The config from `make_config`; its run_dir must be set.
+        prompts: Replaces data.prompts: a list of prompts, or of records {"prompt": …, column: …} as in a .jsonl file
+            (also with "split"), a pandas DataFrame or a `datasets.Dataset` of such records, or a `PromptSet`. They are
+            stored in prompts.jsonl of the run directory, for --resume and evaluate.
+        rewards: Replaces config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for a
+            missing one. It is a list, with the functions' own names, or {name: function}. An entry of config.rewards
+            with the same name sets weight, condition, options and messages; otherwise the weight is 1. Every entry
+            must have a function. --resume and evaluate can import functions at the top level of a module; others must
+            be passed again.
+        on_iteration: Called with a `runs.session.IterationEvent` when an iteration's metrics are written. Each callback
+            returns None or False to continue, or True to stop like a signal: the state is saved for --resume.
+        on_validation: Called after on_iteration, if the iteration was validated.
+        on_checkpoint: Called when a checkpoint is on disk; the run waits for its writing.
 
     Returns:
         The contents of summary.json, and "stopped": whether a signal, a callback or training.max_hours ended the run
-        early. Of several processes (docs/scaling.md) each returns its own.
+        early. With several processes (docs/scaling.md), each returns its own.
 
     Raises:
-        UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
-            failed; checkpoints stay valid. A run directory in which nothing was saved yet is taken back.
+        UserError: A mistake in the config or its files, a missing package, or a failed judge; checkpoints stay valid. A
+            run directory without anything saved is removed.
     """
     try:
         return _run(config, (on_iteration, on_validation, on_checkpoint), prompts, rewards)
     except UserError as error:
-        raise error.with_traceback(None) from None  # the line alone, not its way through this package
+        raise error.with_traceback(None) from None  # show only the line, not the frames of this package
 
 
 @extras_named()
@@ -83,10 +82,10 @@ def _run(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, also after a saved stop by a signal; 2 for a user's mistake.
 
-    With --plan 0 says that the run fits, 1 that it does not.
+    With --plan, 0 means that the run fits, 1 that it does not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--debug" not in words:  # what XLA logs of a slow compilation reads like an error; errors are raised as well
+    if "--debug" not in words:  # XLA's log of a slow compilation looks like an error; real errors are also raised
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "--version" in words:
         print(version())
@@ -109,9 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_other_process() -> bool:
-    """Return whether this is one of several processes, and not the first: all read the same command."""
+    """Return whether this is one of several processes, but not the first; all read the same command."""
     if not {"JAX_PROCESS_ID", "SLURM_PROCID"} & os.environ.keys():
-        return False  # without JAX, which takes a second to import
+        return False  # avoids importing JAX, which takes a second
     from grpo_jax.runs.processes import announced
 
     with suppress(UserError):

@@ -11,7 +11,7 @@ import iteration_work
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.decoder import apart_and_joined, init_variables
+from grpo_jax.models.decoder import init_variables, unstack_and_fuse
 from grpo_jax.models.lora import LoraConfig, init_adapters
 
 _TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=256)
@@ -37,7 +37,7 @@ def variables(config: Any, dtype: str, lora: LoraConfig | None = None, *, apart:
     """
     key = jax.random.key(0)
     stacks = jax.eval_shape(lambda: init_variables(config, key, param_dtype=dtype))["params"]
-    shapes = jax.eval_shape(lambda params: apart_and_joined(params, config), stacks) if apart else stacks
+    shapes = jax.eval_shape(lambda params: unstack_and_fuse(params, config), stacks) if apart else stacks
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     params = [_fill(path[-1].key, leaf.shape, leaf.dtype, number) for number, (path, leaf) in enumerate(leaves)]
     found = {"params": jax.block_until_ready(jax.tree_util.tree_unflatten(structure, params))}

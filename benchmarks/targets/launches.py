@@ -15,7 +15,7 @@ import jax
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
-from grpo_jax.models.decoder import apart_and_joined
+from grpo_jax.models.decoder import unstack_and_fuse
 from grpo_jax.planning.programs import state_shapes, tree_bytes
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 
@@ -296,7 +296,7 @@ def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | 
     layers = state.variables["params"].get("layers", {})
     weights = {tree_bytes(leaf) // leaf.dtype.itemsize // model.num_layers for leaf in jax.tree.leaves(layers)}
     if mesh is None:
-        decoded = jax.eval_shape(lambda params: apart_and_joined(params, model), state.variables["params"])
+        decoded = jax.eval_shape(lambda params: unstack_and_fuse(params, model), state.variables["params"])
         weights |= {leaf.size for leaf in jax.tree.leaves(decoded.get("layers_0", {}))}
     section = config.sampling
     chunk = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)

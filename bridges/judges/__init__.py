@@ -1,6 +1,6 @@
-"""Judges: a file for each, which holds one pydantic model, and imports nothing heavy before `load`.
+"""Judges: one module each, with one pydantic model and without heavy imports before `load`.
 
-Its fields are the judge's config (`judges.NAME.FIELD`), each with a help line. `grpo_jax.config.judge` is the protocol.
+Its fields are the judge's config (`judges.NAME.FIELD`), each with its help. `grpo_jax.config.judge` is the protocol.
 """
 
 from __future__ import annotations

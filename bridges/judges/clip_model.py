@@ -33,7 +33,7 @@ class ClipModel(Judge):
     """Pictures or texts encoded at once."""
 
     def check(self) -> None:
-        """Refuse a folder that is not there or holds another model; no weight is read."""
+        """Refuse a missing folder, or one with another model, without reading weights."""
         from bridges.loading import local_folder
 
         if local_folder(self.path) is not None:
@@ -68,7 +68,7 @@ class ClipModel(Judge):
         return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights; activations are some tens of megabytes."""
+        """Return the weights; activations are some tens of megabytes."""
         from bridges import loading
 
         count = PUBLISHED.get(self.path) or loading.model_size(self.path)
@@ -82,7 +82,7 @@ class ClipModel(Judge):
         return config
 
     def _preprocess(self) -> Preprocess:
-        """The transform of the folder's image processor."""
+        """Return the transform of the folder's image processor."""
         from transformers import AutoImageProcessor
 
         from bridges.clip import Preprocess
@@ -106,11 +106,11 @@ class _Towers:
         self.model = model
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pixels [B, 3, H, W] → features [B, width]."""
+        """Map pixels [B, 3, H, W] to features [B, width]."""
         features = self.model.get_image_features(pixel_values=pixels)
-        return getattr(features, "pooler_output", features)  # transformers before 5 gave the tensor alone
+        return getattr(features, "pooler_output", features)  # transformers before 5 returned only the tensor
 
     def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, window] → features [B, width]; tokens behind a text's end do not count."""
+        """Map tokens [B, window] to features [B, width]; tokens after EOS do not count."""
         features = self.model.get_text_features(input_ids=tokens)
         return getattr(features, "pooler_output", features)

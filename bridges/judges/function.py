@@ -22,10 +22,10 @@ class Function(Judge):
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
-        """Refuse a missing object, or one that cannot be called."""
+        """Refuse a missing object, or one that is not callable."""
         self.load("cpu")
 
     def load(self, device: str = "cpu") -> Callable:
-        """Return the function with its options; the device is not its own."""
+        """Return the function with its options; it does not use the device."""
         function = load_object(self.name, "name")
         return functools.partial(function, **self.options) if self.options else function

@@ -28,7 +28,7 @@ class HiddenLens(PipelineJudge):
         return renderer
 
     def oracle(self, best: str, seed: int) -> str:
-        """The best words for a request, given the lens of its seed and those that are best without."""
+        """Return the best words for a request under the lens of its seed; `best` are those without a lens."""
         return undone(best, lens_of(seed))
 
     def memory(self) -> list[tuple[str, int, str]]:

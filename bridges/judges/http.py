@@ -1,6 +1,6 @@
-"""A remote judge, asked over HTTP; examples/http_judge is a server of it.
+"""A remote judge over HTTP; examples/http_judge is a server.
 
-Batches go out as JSON, several at once, and are sent again where network or server fail.
+Batches are sent as JSON, several at once, and retried after failures of network or server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the second attempt, twice as long before each further one; and the most."""
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes of transient failures."""
-_LONGEST_ANSWER = 2**26  # bytes
+_LONGEST_ANSWER = 2**26  # maximum bytes of a response
 
 
 class Http(Judge):
@@ -59,18 +59,18 @@ class Http(Judge):
         require(parts.password is None, "url", "no password in it, but headers_from", f"{parts.scheme}://…")
 
     def check(self) -> None:
-        """Refuse headers that are not there; no request is made."""
+        """Refuse missing headers, without a request."""
         read_headers(self.headers_from)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """None on this machine."""
+        """Return nothing: the judge needs no memory on this machine."""
         return [("HTTP", 0, "runs elsewhere")]
 
     def __str__(self) -> str:
         return f"{_shown(self.url)}: {self.concurrency} requests at once, of {self.batch_size} completions"
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:
-        """Return a score or None for each of B completions; of the columns, B values each, the config's are sent."""
+        """Return a score or None for each of B completions; send the config's columns, B values each."""
         missing = [name for name in self.columns if name not in columns]
         require(not missing, "columns", "columns of the data", missing)
         size = self.batch_size
@@ -88,7 +88,7 @@ class Http(Judge):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, batch: dict[str, Sequence[str]], stopped: threading.Event) -> list[float | None]:
-        """Send one batch until it is answered."""
+        """Send one batch, with retries."""
         request = json.dumps(batch).encode()
         for attempt in range(self.attempts):
             try:
@@ -102,7 +102,7 @@ class Http(Judge):
         raise JudgeError(f"{reason}, {self.attempts} attempts, {_shown(self.url)}")
 
     def _post(self, request: bytes) -> bytes:
-        """One attempt: the answer's body."""
+        """Make one attempt; return the body of the response."""
         headers = {**read_headers(self.headers_from), "Content-Type": "application/json"}
         post = urllib.request.Request(self.url, request, headers, method="POST")
         body, seconds = b"", self.timeout
@@ -120,10 +120,10 @@ class Http(Judge):
             with error:
                 reason = f"HTTP {error.code} {one_line(error.reason, 40)}"
                 if error.code in PASSING:
-                    after = error.headers.get("Retry-After", "")  # a date is not read
+                    after = error.headers.get("Retry-After", "")  # dates are not supported
                     raise _PassingError(reason, float(after) if after.isdecimal() else 0.0) from error
             raise JudgeError(f"{reason}, {_shown(self.url)}") from error
-        except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
+        except (OSError, HTTPException) as error:  # no connection, an incomplete response, or a timeout
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise _PassingError(f"no whole answer within {seconds:g} s") from error
@@ -131,11 +131,11 @@ class Http(Judge):
 
 
 class JudgeError(RuntimeError):
-    """A judge gave no scores after all attempts; says why in one line."""
+    """A judge gave no scores after all attempts; the message is one line with the reason."""
 
 
 class _PassingError(Exception):
-    """A failed attempt that may be repeated; `retry_after` is the server's request, in seconds."""
+    """A failed attempt that may be retried; `retry_after` is the server's request, in seconds."""
 
     def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
@@ -143,14 +143,14 @@ class _PassingError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: headers with a key in them go to the configured judge, and to no other."""
+    """Refuses redirects: headers with a key go only to the configured judge."""
 
     def redirect_request(self, *_: object) -> None:
-        """No other request: the answer that redirects is an error."""
+        """Return no new request, so that a redirect is an error."""
 
 
 def _shown(url: str) -> str:
-    """Return an address without its query, which may hold a key."""
+    """Return an address without its query, which may contain a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
@@ -165,7 +165,7 @@ def _scores(answer: bytes, count: int) -> list[float | None]:
 
 
 def read_headers(variable: str) -> dict[str, str]:
-    """Read headers, one "Name: value" in a line, from an environment variable; errors keep its value secret."""
+    """Read headers, one "Name: value" per line, from an environment variable; errors keep its value secret."""
     if not variable:
         return {}
     lines = [line for line in os.environ.get(variable, "").splitlines() if line.strip()]

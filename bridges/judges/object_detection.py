@@ -1,6 +1,6 @@
-"""Detectors of transformers, whose objects GenEval's rules judge (Ghosh et al. 2023, arXiv:2310.11513).
+"""Object detectors of transformers for GenEval's rules (Ghosh et al. 2023, arXiv:2310.11513).
 
-The rules are those of its published code; objects are boxes, not outlines.
+The rules are those of its published code; objects are boxes, not masks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ObjectDetection(Judge):
     """Pictures looked at at once."""
 
     def check(self) -> None:
-        """Refuse a folder that is not there; no weight is read."""
+        """Refuse a missing folder, without reading weights."""
         from bridges.loading import check_folder
 
         check_folder(self.path)
@@ -57,7 +57,7 @@ class ObjectDetection(Judge):
         """Load the detector on "cpu" or "gpu:N".
 
         Raises:
-            UserError: No such model, none that detects objects, or weights that are missing, broken, or no safetensors.
+            UserError: There is no such object detector, or weights are missing, broken, or not safetensors.
         """
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
@@ -71,7 +71,7 @@ class ObjectDetection(Judge):
         return Detector(self, model, processor, target)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights, and an allowance of a gigabyte for a batch."""
+        """Return the weights, and an allowance of a gigabyte for a batch."""
         from bridges import loading
 
         weights = loading.model_size(self.path, "AutoModelForObjectDetection") * loading.ITEM_BYTES[self.dtype]
@@ -102,10 +102,10 @@ class Detector:
             images: Float, on any device.
             requests: B lines of GenEval's metadata: `include` and `exclude` are lists of {"class", "count"} and perhaps
                 "color" or "position" (["left of", place of another in the list]), `tag` is the kind of prompt.
-            scorer: A CLIP, which tells colours.
+            scorer: A CLIP, which classifies colours.
 
         Raises:
-            UserError: An object or a colour that is not known, or a request of another form.
+            UserError: An unknown object or colour, or a request of another form.
         """
         asked = [row for row, request in enumerate(requests) if request.get("include") or request.get("exclude")]
         for row in asked:
@@ -128,7 +128,7 @@ class Detector:
         return earned
 
     def _detect(self, images: torch.Tensor) -> list[dict[str, list[tuple[float, Box]]]]:
-        """Return scores and boxes by name, the surest first, of a batch of pictures."""
+        """Return scores and boxes by name, by descending score, for a batch of pictures."""
         import torch
 
         from bridges.pixels import to_pillow
@@ -151,7 +151,7 @@ class Detector:
 
 
 def colours_of(scorer: Scorer, image: torch.Tensor, boxes: Sequence[Box], name: str) -> list[str]:
-    """Return the likeliest colour in each box, by CLIP, zero-shot over three texts of each colour."""
+    """Return the likeliest colour in each box by zero-shot CLIP, with three texts per colour."""
     from torch.nn.functional import normalize
 
     if not hasattr(scorer, "text_features"):
@@ -172,11 +172,11 @@ def requirements_met(
     request: Mapping[str, Any],
     colours: Callable[[Sequence[Box], str], list[str]],
 ) -> list[bool]:
-    """Return whether each part of a request is met: by GenEval's rules all must be.
+    """Return whether each part of a request is met; GenEval's rules require all.
 
-    `found` are a picture's boxes by name, the surest first. Of a kind the surest objects count, as many as are asked
-    for: all of them must have the colour, and all must stand as asked to all of the other group. Excluded are as many
-    of a kind as `count`, or more.
+    `found` are a picture's boxes by name, by descending score. Of each class, the requested number of best objects
+    counts. All of them must have the colour, and the requested position to all objects of the other group. An exclusion
+    fails at `count` or more objects of its class.
     """
     met: list[bool] = []
     groups: list[Sequence[Box] | None] = []
@@ -198,7 +198,7 @@ def requirements_met(
 
 
 def relations(a: Box, b: Box) -> set[str]:
-    """Return how object a stands to object b, of `RELATIONS`; two of them where it stands across."""
+    """Return the `RELATIONS` of object a to object b; two for a diagonal position."""
     offset = [(a[axis] + a[axis + 2] - b[axis] - b[axis + 2]) / 2 for axis in (0, 1)]
     sizes = [abs(a[axis + 2] - a[axis]) + abs(b[axis + 2] - b[axis]) for axis in (0, 1)]
     gaps = [max(abs(o) - POSITION_THRESHOLD * size, 0.0) for o, size in zip(offset, sizes, strict=True)]
@@ -209,7 +209,7 @@ def relations(a: Box, b: Box) -> set[str]:
 
 
 def _name(wanted: Mapping[str, Any]) -> str:
-    """The detector's name of a requested object."""
+    """Return the detector's name of a requested object."""
     return NAMES.get(wanted["class"], wanted["class"])
 
 
@@ -219,7 +219,7 @@ def _count(wanted: Mapping[str, Any]) -> int:
 
 
 def _check(request: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise UserError for a request of another form, and for names that the detector has not."""
+    """Raise UserError for a request of another form, and for names unknown to the detector."""
     for part in ("include", "exclude"):
         for place, one in enumerate(request.get(part) or []):
             fits = isinstance(one, Mapping) and isinstance(one.get("class"), str) and _count(one) > 0

@@ -26,14 +26,14 @@ class OpenClip(Judge):
     """Type of its weights."""
 
     def check(self) -> None:
-        """Refuse a model that is not there; no weight is read."""
+        """Refuse a missing model, without reading weights."""
         self._open_clip_name()
 
     def load(self, device: str) -> Scorer:
         """Load the model on "cpu" or "gpu:N".
 
         Raises:
-            UserError: The model is unknown, or its weights or the head's are missing, broken, or no safetensors.
+            UserError: The model is unknown, or its weights or the head's are missing, broken, or not safetensors.
         """
         import open_clip
 
@@ -50,10 +50,10 @@ class OpenClip(Judge):
                 pretrained=self.pretrained,
                 precision=PRECISIONS[self.dtype],
                 device=target,
-                # some published weights want the other GELU: open_clip only warns, and scores suffer
+                # some published weights need the other GELU: open_clip only warns, and scores suffer
                 force_quick_gelu=bool(tag.get("quick_gelu")),
                 require_pretrained=True,
-                weights_only=True,  # published weights that are no safetensors: tensors, and no objects
+                weights_only=True,  # published weights that are not safetensors: load only tensors, no objects
             )
             tokenizer = open_clip.get_tokenizer(name)
         model.eval().requires_grad_(False)
@@ -62,7 +62,7 @@ class OpenClip(Judge):
         return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights; activations are a few tens of megabytes."""
+        """Return the weights; activations are a few tens of megabytes."""
         from bridges import bundled, loading
 
         folder = bundled(self.model, "scorer")
@@ -84,7 +84,7 @@ class OpenClip(Judge):
         return Preprocess(height, tuple(settings["mean"]), tuple(settings["std"]), library)
 
     def _open_clip_name(self) -> str:
-        """The name for open_clip, after checks that it leaves to a log line or a traceback; no weight is read."""
+        """Return the name for open_clip, after checks that it lacks; without reading weights."""
         import open_clip
 
         from bridges import bundled
@@ -94,7 +94,7 @@ class OpenClip(Judge):
         model = self.model if shipped is None else f"local-dir:{shipped}"
         if model.startswith("hf-hub:"):
             return model
-        if model.replace("/", "-") in open_clip.list_models():  # "ViT-B/32" is how the papers write it
+        if model.replace("/", "-") in open_clip.list_models():  # the papers write "ViT-B/32"
             model = model.replace("/", "-")
             tags = open_clip.list_pretrained_tags_by_model(model)
             file = Path(self.pretrained or "")

@@ -1,4 +1,4 @@
-"""Reward models: `AutoModelForSequenceClassification` of transformers, as TRL trains and takes them."""
+"""Reward models: `AutoModelForSequenceClassification` of transformers, as in TRL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SequenceClassification(Judge):
     """Tokens of a prompt with its answer; of a longer one the beginning is left out."""
 
     def check(self) -> None:
-        """Refuse a folder that is not there, or has no such label; no weight is read."""
+        """Refuse a missing folder, or one without such a label, without reading weights."""
         from bridges.loading import load_config, local_folder
 
         if local_folder(self.path) is not None:
@@ -41,7 +41,7 @@ class SequenceClassification(Judge):
         """Load the model on "cpu" or "gpu:N".
 
         Raises:
-            UserError: No such model or label, or weights that are missing, broken, or no safetensors.
+            UserError: There is no such model or label, or weights are missing, broken, or not safetensors.
         """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -54,13 +54,13 @@ class SequenceClassification(Judge):
         model = load_complete(AutoModelForSequenceClassification, self.path, dtype=self.dtype).to(target)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # a decoder's score is read at the last token that is no padding
+        # a decoder's score is read at the last token that is not padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         limits = (self.max_tokens, tokenizer.model_max_length, getattr(config, "max_position_embeddings", 2**31))
         return RewardModel(self, model, tokenizer, target, column, int(min(limits)))
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights; activations grow with batch_size x max_tokens and stay small beside them."""
+        """Return the weights; activations grow with batch_size x max_tokens, but are small in comparison."""
         from bridges import loading
 
         size = loading.model_size(self.path, "AutoModelForSequenceClassification")
@@ -68,7 +68,7 @@ class SequenceClassification(Judge):
         return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]
 
     def _column(self, config: PretrainedConfig) -> int:
-        """Index of the model's output that is the reward."""
+        """Return the index of the model's output for the reward."""
         names = list(config.id2label.values())
         if len(names) == 1 and not self.label:
             return 0
@@ -88,7 +88,7 @@ class RewardModel:
         column: int,
         max_length: int,
     ):
-        """Take the parts as `SequenceClassification.load` makes them; `column` is the output that is the reward."""
+        """Take the parts from `SequenceClassification.load`; `column` is the output for the reward."""
         self.device = device
         self.name = config.path
         self._model = model
@@ -109,28 +109,28 @@ class RewardModel:
         messages: Sequence[Sequence[Message]] | None = None,
         **columns: object,
     ) -> torch.Tensor:
-        """Return the model's score of each completion as the answer to its prompt.
+        """Return the model's score of each completion for its prompt.
 
         Args:
-            prompts: B texts.
-            completions: B texts.
-            messages: B conversations in place of the prompts, where the data have them; lists of chat messages.
+            prompts: B strings.
+            completions: B strings.
+            messages: B conversations in place of the prompts, if the data have them; lists of chat messages.
             **columns: Ignored.
 
         Returns:
-            float32 [B], as the model's head has it; NaN is refused by the caller.
+            float32 [B], the output of the model's head; the caller refuses NaN.
         """
         import torch
 
         conversations = messages or [[{"role": "user", "content": prompt}] for prompt in prompts]
         rows = [self._texts(*pair) for pair in zip(conversations, completions, strict=True)]
         scores = torch.zeros(len(rows), device=self.device)
-        order = sorted(range(len(rows)), key=lambda row: sum(map(len, rows[row])))  # little padding
+        order = sorted(range(len(rows)), key=lambda row: sum(map(len, rows[row])))  # reduces padding
         for start in range(0, len(rows), self._batch_size):
             batch = order[start : start + self._batch_size]
             inputs = self._tokenizer(
                 *(list(texts) for texts in zip(*(rows[row] for row in batch), strict=True)),
-                add_special_tokens=not self._tokenizer.chat_template,  # a template writes them
+                add_special_tokens=not self._tokenizer.chat_template,  # a template adds them
                 padding=True,
                 truncation=True,
                 max_length=self._max_length,
@@ -141,7 +141,7 @@ class RewardModel:
         return scores
 
     def _texts(self, conversation: Sequence[Message], completion: str) -> tuple[str, ...]:
-        """A conversation and its answer as the chat template writes them; without one, a pair of texts."""
+        """Render a conversation and its completion with the chat template; without one, return a pair of texts."""
         messages = [{**message, "content": _text_of(message)} for message in conversation]
         if not self._tokenizer.chat_template:
             return "\n\n".join(message["content"] for message in messages), completion
@@ -150,6 +150,6 @@ class RewardModel:
 
 
 def _text_of(message: Message) -> str:
-    """A message's text; its pictures are not seen."""
+    """Return a message's text, without its pictures."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

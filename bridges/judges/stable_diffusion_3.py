@@ -17,13 +17,13 @@ class StableDiffusion3(PipelineJudge):
     """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""
 
     def check(self) -> None:
-        """Refuse a pipeline that is not there or of another kind; no weight is read."""
+        """Refuse a missing pipeline, or one of another kind, without reading weights."""
         from bridges.diffusion import find_pipeline
 
         find_pipeline(self.path)
 
     def load(self, device: str) -> Renderer:
-        """Load the pipeline on "cpu" or "gpu:N"; only safetensors are read, and no code beside them is run."""
+        """Load the pipeline on "cpu" or "gpu:N", only from safetensors and without running its code."""
         from bridges.diffusion import load_stable_diffusion_3
 
         return load_stable_diffusion_3(
@@ -36,7 +36,7 @@ class StableDiffusion3(PipelineJudge):
         )
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights from the config files, and the working memory of the VAE."""
+        """Return the weights, from the config files, and the working memory of the VAE."""
         from bridges.loading import renderer_memory
 
         return renderer_memory(self, use_t5=self.use_t5)

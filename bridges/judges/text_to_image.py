@@ -1,4 +1,4 @@
-"""Any text-to-image pipeline that diffusers' `AutoPipelineForText2Image` knows: SDXL, FLUX, Sana, PixArt and others."""
+"""Any pipeline of diffusers' `AutoPipelineForText2Image`: SDXL, FLUX, Sana, PixArt and others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextToImage(PipelineJudge):
         require(guided, "negative_prompt", "empty, or guidance and eval_guidance above 1", self.negative_prompt)
 
     def check(self) -> None:
-        """Refuse a pipeline that is not there or of another kind, and fields that it ignores; no weight is read."""
+        """Refuse a missing pipeline, one of another kind, and fields that it ignores, without reading weights."""
         from bridges.loading import local_folder
 
         _, _, kind = self._find()
@@ -48,24 +48,24 @@ class TextToImage(PipelineJudge):
             local_folder(self.lora)
 
     def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
-        """Find the pipeline, its table of contents and its class; no weight is read."""
+        """Find the pipeline, its table of contents and its class, without reading weights."""
         from bridges.diffusion import find_pipeline
         from bridges.loading import quiet_loading
 
-        with quiet_loading():  # it imports all pipelines, with what they warn of
+        with quiet_loading():  # it imports all pipelines, some of which warn
             from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
         kinds = {kind.__name__: kind for kind in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()}
         source, index = find_pipeline(self.path, *kinds)
         return source, index, kinds[index["_class_name"]]
 
     def load(self, device: str) -> Renderer:
-        """Load the pipeline on "cpu" or "gpu:N" and draw a picture with it, in two steps.
+        """Load the pipeline on "cpu" or "gpu:N", and render a test picture in two steps.
 
-        Only safetensors are read, and no code that comes with the weights is run. Parts that check or mark pictures
-        (safety checker, watermark) are left out: they would change the judged picture.
+        It reads only safetensors and runs no code of the folder. Parts that check or mark pictures (safety checker,
+        watermark) are omitted, since they would change the judged picture.
 
         Raises:
-            UserError: No such pipeline or LoRA; weights that are missing, broken, gated or do not fit.
+            UserError: There is no such pipeline or LoRA, or weights are missing, broken, gated or incompatible.
         """
         from bridges.diffusion import Renderer, RenderError, denoiser, load_pipeline
         from bridges.loading import DTYPES, torch_device
@@ -91,7 +91,7 @@ class TextToImage(PipelineJudge):
             cache_megabytes=self.cache_megabytes,
             length=self.max_sequence_length or None,
         )
-        try:  # before anything is trained: sizes and schedulers that do not fit show in a picture
+        try:  # a test picture shows unsuitable sizes and schedulers before training
             renderer.render([""], [0], replace(renderer.training, steps=2, guidance=most))
         except RenderError as error:
             raise UserError(f"{kind.__name__}: {error}") from error
@@ -99,14 +99,14 @@ class TextToImage(PipelineJudge):
         return renderer
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
+        """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged."""
         from bridges.loading import renderer_memory
 
         return renderer_memory(self)
 
 
 def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
-    """Replacements of parts that the folder lacks or that would paint the pictures."""
+    """Return replacements of parts that the folder lacks or that would alter the pictures."""
     parts: dict[str, object] = {name: None for name, value in index.items() if value == [None, None]}
     painting = {"safety_checker": None, "requires_safety_checker": False, "add_watermarker": False}
     takes = inspect.signature(kind.__init__).parameters
@@ -114,7 +114,7 @@ def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
 
 
 def _merge_lora(pipeline: DiffusionPipeline, path: str) -> None:
-    """Add LoRA weights to those of the pipeline."""
+    """Merge LoRA weights into the pipeline's."""
     from bridges.loading import loading
 
     require(hasattr(pipeline, "load_lora_weights"), "lora", f"none, as a {type(pipeline).__name__} takes none", path)
@@ -122,5 +122,5 @@ def _merge_lora(pipeline: DiffusionPipeline, path: str) -> None:
         pipeline.load_lora_weights(str(Path(path).expanduser()), use_safetensors=True)
         fitting = pipeline.get_list_adapters()
         require(fitting, f"lora {path}", f"weights of a {type(pipeline).__name__}", "those of another")
-        pipeline.fuse_lora(components=list(fitting))  # by default FLUX's text encoder is left out
+        pipeline.fuse_lora(components=list(fitting))  # the default omits FLUX's text encoder
         pipeline.unload_lora_weights()

@@ -1,4 +1,4 @@
-"""Questions about pictures, answered by a model that sees them (VQAScore, Lin et al. 2024, arXiv:2404.01291)."""
+"""Questions about pictures, answered by an image-text-to-text model (VQAScore, Lin et al. 2024, arXiv:2404.01291)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Vqa(Judge):
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
 
     def check(self) -> None:
-        """Refuse a folder that is not there; no weight is read."""
+        """Refuse a missing folder, without reading weights."""
         from bridges.loading import check_folder
 
         check_folder(self.path)
@@ -45,8 +45,8 @@ class Vqa(Judge):
         """Load the model with its processor on "cpu" or "gpu:N".
 
         Raises:
-            UserError: No such model, one without pictures or chat template, or weights that are missing, broken, or
-                no safetensors.
+            UserError: There is no such model, it has no pictures or chat template, or weights are missing, broken, or
+                not safetensors.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -58,12 +58,12 @@ class Vqa(Judge):
             hasattr(processor, "image_processor"), self.path, "a model that sees pictures", type(processor).__name__
         )
         require(processor.chat_template, self.path, "a model with a chat template", None)
-        processor.tokenizer.padding_side = "left"  # all end where the reply begins
+        processor.tokenizer.padding_side = "left"  # so that all rows end before the reply
         model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype).to(target)
         return Answerer(self, model, processor, target)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights, and an allowance of a gigabyte for a batch."""
+        """Return the weights, and an allowance of a gigabyte for a batch."""
         from bridges import loading
 
         size = loading.model_size(self.path, "AutoModelForImageTextToText")
@@ -81,7 +81,7 @@ class Answerer:
         self._model = model
         self._processor = processor
         self._answer = processor.tokenizer(config.answer, add_special_tokens=False, return_tensors="pt").input_ids
-        # logits of the answer's places alone, not of every token of every picture
+        # logits only at the reply's positions, not at every token of every picture
         self._few = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Answerer:
         return f"{self.name}: {type(self._model).__name__}, P({answer!r}), on {self.device}"
 
     def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
-        """Return `yes` to the question made of each text and picture [B, 3, H, W]; float32 [B]."""
+        """Return `yes` for the question of each text about its picture [B, 3, H, W]; float32 [B]."""
         return self.yes(images, [self._config.question.replace(PROMPT, text) for text in texts])
 
     def yes(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Answerer:
             questions: B texts.
 
         Returns:
-            float32 [B] in [0, 1], among all possible replies: it need not be 1 less that of a "No".
+            float32 [B] in [0, 1], among all possible replies: it need not be 1 minus that of "No".
         """
         return self._over_batches(len(questions), lambda rows: self._probabilities(images[rows], questions[rows]))
 
@@ -110,7 +110,7 @@ class Answerer:
         Args:
             images: Float [B, 3, H, W] in [0, 1], on any device.
             questions: B texts.
-            answers: Of each question, spellings of the right answer.
+            answers: Spellings of the right answer, per question.
 
         Returns:
             float32 [B] in [0, 1].
@@ -120,7 +120,7 @@ class Answerer:
         )
 
     def _over_batches(self, count: int, one: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """Join one(rows), float32 [rows], of the batches of so many questions."""
+        """Concatenate one(rows), float32 [rows], over the batches of `count` questions."""
         import torch
 
         size = self._config.batch_size
@@ -129,7 +129,7 @@ class Answerer:
         return torch.cat([torch.zeros(0, device=self.device), *batches])
 
     def _beginnings(self, images: torch.Tensor, questions: list[str], answers: list[list[str]]) -> torch.Tensor:
-        """`begins` of one batch."""
+        """Compute `begins` for one batch."""
         import torch
 
         chances = self._logits(self._inputs(images, questions), 1)[:, -1].softmax(-1)
@@ -138,14 +138,14 @@ class Answerer:
         return torch.stack([row[sorted(ids)].sum() for row, ids in zip(chances, first, strict=True)])
 
     def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
-        """`yes` of one batch."""
+        """Compute `yes` for one batch."""
         import torch
 
         inputs = self._inputs(images, questions)
         answer = self._answer.expand(len(questions), -1)
         shape = inputs["input_ids"].shape
         count = answer.shape[1]
-        for name, values in inputs.items():  # masks and kinds of tokens stand beside them
+        for name, values in inputs.items():  # also masks and token types
             if name == "input_ids":
                 inputs[name] = torch.cat([values, answer], dim=1)
             elif values.shape == shape:
@@ -155,14 +155,14 @@ class Answerer:
         return logprobs.gather(2, answer.to(self.device)[..., None]).sum((1, 2)).exp()
 
     def _logits(self, inputs: BatchFeature, last: int) -> torch.Tensor:
-        """The float32 logits of the last so many places."""
+        """Return the float32 logits of the last `last` positions."""
         few = {"logits_to_keep": last} if self._few else {}
-        # floats alone take the weights' type
+        # only floats are cast to the weights' dtype
         logits = self._model(**inputs.to(self.device, self._model.dtype), use_cache=False, **few).logits
         return logits[:, -last:].float()
 
     def _inputs(self, images: torch.Tensor, questions: list[str]) -> BatchFeature:
-        """The processor's inputs for pictures and questions."""
+        """Return the processor's inputs for pictures and questions."""
         from bridges.pixels import to_pillow
 
         messages = [
@@ -174,6 +174,6 @@ class Answerer:
             text=texts,
             images=[[picture] for picture in to_pillow(images)],
             padding=True,
-            add_special_tokens=False,  # the template writes them
+            add_special_tokens=False,  # the template adds them
             return_tensors="pt",
         )

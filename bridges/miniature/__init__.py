@@ -8,8 +8,8 @@ PARTS = ("policy", "policy_vl", "renderer", "scorer", "policy_scenes", "renderer
 
 
 def path(part: str) -> Path:
-    """Folder of "policy" (Qwen2), "policy_vl" (Qwen2-VL), "renderer" (Stable Diffusion 3) or "scorer" (open_clip).
+    """Return the folder of "policy" (Qwen2), "policy_vl" (Qwen2-VL), "renderer" (SD 3) or "scorer" (open_clip).
 
-    The harder world, that of `scenes`, has "policy_scenes", "renderer_scenes" and "scorer_scenes".
+    The harder world, `scenes`, has "policy_scenes", "renderer_scenes" and "scorer_scenes".
     """
     return Path(__file__).parent / "weights" / part

@@ -1,10 +1,10 @@
 """The miniature's harder world: one to four shapes on white, in GenEval's six kinds of requests.
 
-Everything is NumPy and SciPy; shapes, colours and 32×32 pixels are those of `world`. A scene is a layout,
-which is a number of equal shapes or the place of one shape beside another, and what stands in it. A casual request is
-for an object, two objects, a number, a colour, a place or which object has which colour (Ghosh et al. 2023,
-arXiv:2310.11513), and leaves the rest unsaid (`scripts/miniature/speech_scenes.py`). The checker finds
-connected components and is no network, so that no training can exploit it.
+Everything is NumPy and SciPy; shapes, colours and 32×32 pixels are those of `world`. A scene is a layout and its
+shapes. A layout is a number of equal shapes, or the position of one shape beside another. A casual request names an
+object, two objects, a number, a colour, a position or a colour for each object (Ghosh et al. 2023, arXiv:2310.11513).
+It leaves the rest unsaid (`scripts/miniature/speech_scenes.py`). The checker finds connected components without a
+network, so training cannot exploit it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KINDS = ("object", "two_objects", "counting", "colour", "position", "binding")
 
 SCALE = 1.12  # of the first world's small shapes
 COLOUR_VALUES = np.array([world.PALETTE[name] for name in COLOURS])
-_INK, _SMALLEST = 0.35, 8  # distance from white of what counts as drawn, and pixels of the smallest object
-_EXPLAINED = 0.5  # an object the nearest shape explains less of than this has none
+_INK, _SMALLEST = 0.35, 8  # distance from white that counts as drawn, and pixels of the smallest object
+_EXPLAINED = 0.5  # if the nearest shape explains less of an object than this, it has no shape
 
 
 class Found(NamedTuple):
-    """An object that the checker sees: its shape is "" if it has none, its place in pixels from the corner."""
+    """An object found by the checker: its shape ("" for none), and its position in pixels from the corner."""
 
     shape: str
     colour: str
@@ -42,14 +42,14 @@ class Found(NamedTuple):
 
 
 def coverage(shape: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Fraction of each pixel that sharp shapes [n] cover, [n, 32, 32]."""
+    """Return the fraction of each pixel covered by sharp shapes [n], [n, 32, 32]."""
     rows = np.zeros((len(shape), len(world.ATTRIBUTES)), int)
     rows[:, 0] = shape
     return world.coverage(rows, centre, scale)
 
 
 def _template_offsets() -> np.ndarray:
-    """From each shape's centre to the middle of its pixels, [6, 2]."""
+    """Return the offset from each shape's centre to the middle of its pixels, [6, 2]."""
     masks = coverage(np.arange(len(SHAPES)), np.zeros((len(SHAPES), 2)), np.full(len(SHAPES), SCALE))
     middles = np.array([ndimage.center_of_mass(mask)[::-1] for mask in masks])
     return middles - (SIZE - 1) / 2
@@ -59,10 +59,10 @@ _OFFSETS = _template_offsets()
 
 
 def read(image: np.ndarray) -> list[Found]:
-    """Find the objects of a picture [3, 32, 32] in [0, 1] from its pixels alone.
+    """Find the objects of a picture [3, 32, 32] in [0, 1] from its pixels.
 
-    An object is a connected region that is not white. Its colour is the nearest to the median of its inner pixels; its
-    shape the one that, drawn at the region's middle, has the smallest squared distance to it.
+    An object is a connected region that is not white. Its colour is the nearest to the median of its inner pixels. Its
+    shape, drawn at the region's middle, has the smallest squared distance to it.
     """
     image = np.asarray(image, np.float64)
     difference = image - world.PALETTE["white"][0]
@@ -90,7 +90,7 @@ def read(image: np.ndarray) -> list[Found]:
 
 
 def shows(found: Sequence[Found], requested: Mapping[str, Any]) -> bool:
-    """Whether the found objects are the requested ones, no others, in their places."""
+    """Return whether the found objects are exactly the requested ones, in their positions."""
     wanted, place = requested["objects"], requested["place"]
     if len(found) != len(wanted):
         return False
@@ -104,24 +104,24 @@ def shows(found: Sequence[Found], requested: Mapping[str, Any]) -> bool:
 
 
 def _stands(one: Found, other: Found, place: str) -> bool:
-    """Whether ``one`` is left, right, above or below of ``other``, more than in any other direction."""
+    """Return whether ``one`` is mainly left, right, above or below of ``other``."""
     right, down = one.x - other.x, one.y - other.y
     along, across = (right, down) if place in ("left", "right") else (down, right)
     return (along if place in ("right", "below") else -along) > abs(across)
 
 
 def pixel_accuracy(images: np.ndarray, requested: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """1 for each picture [n, 3, 32, 32] that shows all that was requested and nothing else, 0 for others: f64[n]."""
+    """Return 1 for each picture [n, 3, 32, 32] that shows exactly the requested objects, else 0: f64[n]."""
     return np.array([shows(read(image), wanted) for image, wanted in zip(images, requested, strict=True)], float)
 
 
 def prompts(split: str, count: int) -> list[dict]:
-    """Return at most `count` rows of a split, of the six kinds in turn; its columns travel to the rewards.
+    """Return at most `count` rows of a split, cycling through the six kinds; rewards receive the columns.
 
-    A text may come again, with the same request: a kind has no more than its words allow.
+    A text may repeat, with the same request, since a kind has a limited number of texts.
 
     Returns:
-        Rows ``{"prompt": text, "kind": one of KINDS, "requested": what pixel_accuracy takes, "oracle": text}``.
+        Rows ``{"prompt": text, "kind": one of KINDS, "requested": argument of pixel_accuracy, "oracle": text}``.
     """
     rows = [row for row in world.shipped_prompts("scenes") if row["split"] == split]
     return [{name: value for name, value in row.items() if name != "split"} for row in rows[:count]]

@@ -1,9 +1,9 @@
 """The miniature world: pictures of one coloured shape, requests for them, and a pixel checker.
 
-Everything is NumPy. A picture is 32×32 and has six attributes (shape, colour, size, position, background,
-sharpness). Requests are casual: other words than the renderer's, loose order, things left unsaid
-(`scripts/miniature/speech.py`). The checker reads the attributes back from pixels by finding the nearest ideal
-picture. It contains no network, so that no training can exploit it.
+Everything is NumPy. A picture is 32×32 and has six attributes (shape, colour, size, position, background, sharpness).
+Requests are casual: other words than the renderer's, loose order, missing attributes (`scripts/miniature/speech.py`).
+The checker reads the attributes from pixels by finding the nearest ideal picture. It has no network, so training cannot
+exploit it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _RADII = np.array([5.0, 7.2, 10.0])
 _OFFSETS = np.array([[0.0, 0.0], [0.0, -5.5], [0.0, 5.5], [-5.5, 0.0], [5.5, 0.0]])  # x, y
 COLOURS = np.array(list(PALETTE.values()))
 _BLUR_SIGMA = 1.5
-_EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is unreadable
+_EXPLAINED = 0.5  # a picture is unreadable if the nearest ideal explains less of it than this
 
 
 def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:
-    """Distance in pixels to the outline, negative inside; x to the right and y down from the centre."""
+    """Return the distance in pixels to the outline, negative inside; x is right and y is down from the centre."""
     if shape == "circle":
         return np.hypot(x, y) - r
     if shape == "ring":
@@ -66,7 +66,7 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) ->
     if shape == "triangle":
         side = np.abs(x) * np.cos(np.pi / 6) - (y - 0.2 * r) * np.sin(np.pi / 6)
         return np.maximum(side - 0.6 * r, y - 0.8 * r)
-    # A star is one edge, seen from each of its ten half-points.
+    # A star is one edge, repeated for each of its ten half-points.
     turn = 2 * np.pi / 5
     angle = np.abs((np.arctan2(x, -y) + turn / 2) % turn - turn / 2)
     px, py = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
@@ -76,7 +76,7 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) ->
 
 @functools.cache
 def _blur_matrix() -> np.ndarray:
-    """Gaussian smoothing along one axis with its edge repeated, [32, 32]."""
+    """Return the matrix of Gaussian smoothing along one axis with repeated edges, [32, 32]."""
     axis = np.arange(SIZE)
     wide = np.arange(-8, SIZE + 8)
     weights = np.exp(-0.5 * ((axis[:, None] - wide[None]) / _BLUR_SIGMA) ** 2)
@@ -86,7 +86,7 @@ def _blur_matrix() -> np.ndarray:
 
 
 def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Fraction of each pixel that the shape covers, [n, 32, 32], for scenes [n, 6] moved by `centre` [n, 2]."""
+    """Return each pixel's fraction covered by the shape, [n, 32, 32], for scenes [n, 6] moved by `centre` [n, 2]."""
     axis = np.arange(SIZE) - (SIZE - 1) / 2
     middle = _OFFSETS[rows[:, 3]] + centre
     radius = (_RADII[rows[:, 2]] * scale)[:, None, None]
@@ -105,7 +105,7 @@ def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndar
 
 @functools.cache
 def _templates() -> tuple[np.ndarray, np.ndarray]:
-    """Ideal coverages [M, 1024] of every shape, size, position and sharpness, with their scenes [M, 6]."""
+    """Return ideal coverages [M, 1024] of every shape, size, position and sharpness, with their scenes [M, 6]."""
     grid = np.array(np.meshgrid(range(6), [0], range(3), range(5), [1], range(2), indexing="ij")).reshape(6, -1).T
     shifts = np.array([(0, 0), (0.4, 0), (-0.4, 0), (0, 0.4), (0, -0.4)])
     rows = np.repeat(grid, len(shifts), axis=0)
@@ -114,11 +114,11 @@ def _templates() -> tuple[np.ndarray, np.ndarray]:
 
 
 def read(images: np.ndarray) -> np.ndarray:
-    """Read the attributes of pictures [n, 3, 32, 32] in [0, 1] from their pixels alone.
+    """Read the attributes of pictures [n, 3, 32, 32] in [0, 1] from their pixels.
 
-    The border's median colour is the background. Among all ideal pictures on it (every shape, size, position,
-    sharpness and colour) the one with the smallest squared distance is the answer. Where even the nearest ideal
-    explains less than half of a picture, only its background is read.
+    The border's median colour is the background. The result is the ideal picture on it (of any shape, size, position,
+    sharpness and colour) with the smallest squared distance. If even the nearest ideal explains less than half of a
+    picture, only its background is read.
 
     Returns:
         i64[n, 6], positions in `VALUES`; -1 where unreadable.
@@ -146,7 +146,7 @@ def read(images: np.ndarray) -> np.ndarray:
 
 
 def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.ndarray:
-    """The share of each picture's requested attributes that the checker finds in it: f64[n]."""
+    """Return the share of each picture's requested attributes that the checker finds: f64[n]."""
     _, first, places = np.unique([image.tobytes() for image in images], return_index=True, return_inverse=True)
     attributes = read(images[first])[places]  # equal pictures are read once
     score = np.zeros(len(attributes))
@@ -159,13 +159,13 @@ def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.nd
 
 @functools.cache
 def shipped_prompts(name: str) -> list[dict]:
-    """Return all rows of the file of a world, which `scripts/miniature/speech.py` writes."""
+    """Return all rows of a world's file, which `scripts/miniature/speech.py` writes."""
     file = resources.files("bridges.miniature").joinpath(f"{name}_prompts.jsonl.gz")
     return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
 def prompts(split: str, count: int) -> list[dict]:
-    """Return at most `count` rows of a split ("train", "validation", "test"); its columns travel to the rewards.
+    """Return at most `count` rows of a split ("train", "validation", "test"); rewards receive the columns.
 
     No (shape, colour) pair occurs in two splits.
 
@@ -191,26 +191,26 @@ Images = TypeVar("Images", np.ndarray, "torch.Tensor")
 WHEELS = (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan"))
 """Wheels of equal length. A lens takes each colour some places further on its wheel."""
 
-_STREAM = 7_021  # what this seed is for: the noise of the same picture has the same seed
+_STREAM = 7_021  # separates the lens from the picture's noise, which has the same seed
 _MIRRORED = {"left": "right", "right": "left"}
 
 
 class Lens(NamedTuple):
-    """A lens: places that colours turn on their wheels, and whether left and right change places."""
+    """A lens: the number of places that colours turn on their wheels, and whether left and right are swapped."""
 
     turn: int = 0
     mirrored: bool = False
 
 
 def lens_of(seed: int) -> Lens:
-    """The lens of all pictures drawn from a seed; every turn, mirrored or not, is equally likely."""
+    """Return the lens of all pictures with a seed; every turn, mirrored or not, is equally likely."""
     state = np.random.SeedSequence([_STREAM, seed % 2**32, seed // 2**32]).generate_state(1)[0]
     places = len(WHEELS[0])
     return Lens(int(state % places), bool(state // places % 2))
 
 
 def seen(words: str, lens: Lens) -> str:
-    """The words for a lens's view of these words' picture."""
+    """Return the words that describe these words' picture through a lens."""
     return " ".join(_seen(word, lens) for word in words.split())
 
 
@@ -222,7 +222,7 @@ def _seen(word: str, lens: Lens) -> str:
 
 
 def undone(words: str, lens: Lens) -> str:
-    """The words whose picture looks through a lens as these say: the best, where these would be without it."""
+    """Return the words whose picture matches these words through a lens: the inverse of `seen`."""
     return seen(words, lens._replace(turn=-lens.turn))
 
 
@@ -251,7 +251,7 @@ def _turned_pixels(images: Images, lens: Lens) -> Images:
 
 @functools.cache
 def _spline(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
-    """The palette [8, 3], and the weights [12, 3] of distances to it (8), of the colour itself (3), and of one."""
+    """Return the palette [8, 3], and weights [12, 3] of the distances to it (8), the colour itself (3), and 1."""
     names = list(PALETTE)
     places = np.array([PALETTE[name] for name in names])
     goals = np.array([PALETTE[_seen(name, lens)] for name in names])

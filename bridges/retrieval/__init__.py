@@ -1,10 +1,9 @@
 """Exact ranks: the position of a query's target among all items of a catalogue.
 
-`open_retriever` gives a `Retriever` over one of two backends with equal results: in this process, or actors of a
-Ray cluster that `python -m bridges.retrieval serve` starts.
+`open_retriever` makes a `Retriever` with one of two backends, which give equal results: this process, or actors of a
+Ray cluster started by `python -m bridges.retrieval serve`.
 
-A failed call is tried again after a pause. If it keeps failing the run saves and ends: no failure is ever turned into
-a rank.
+A failed call is retried after a pause. If it keeps failing, the run saves and ends: a failure never becomes a rank.
 """
 
 import logging
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Tries of one call before the run ends."""
-_ASKED = 256  # titles of a self-test
+_ASKED = 256  # titles in a self-test
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a second attempt; each further pause is twice as long, up to the longest."""
 
@@ -34,7 +33,7 @@ class Backend(Protocol):
     fingerprint: Fingerprint
 
     def count(self, parts: Sequence[Queries]) -> list[Counts]:
-        """Count over the whole catalogue for each part of a call; RetrievalError if that fails."""
+        """Count over the whole catalogue for each part of a call; RetrievalError on failure."""
         ...
 
 
@@ -56,10 +55,10 @@ class Retriever:
         """Return the rank of each target when all items are sorted by their similarity to the text.
 
         Args:
-            texts: B queries; an empty one, or one without a known word, puts its target last if there is no history.
+            texts: B queries; without a history, an empty query, or one without a known word, ranks its target last.
             targets: B rows of the catalogue.
-            exclude: For each query, rows that are not ranked (the history); its target is ranked all the same.
-            history: Items taken before, as a part of the queries; None for the text alone.
+            exclude: For each query, rows to exclude (the history); its target is never excluded.
+            history: Previously taken items, as a part of the queries; None for the text only.
 
         Raises:
             StopRun: Every attempt failed.
@@ -81,8 +80,8 @@ class Retriever:
     def self_test(self, titles: Sequence[str], *, required: float = 0.9) -> float:
         """Return the share of up to 256 titles, evenly spread, that rank first when they are the query.
 
-        Other items of the very same title are left out: nothing tells them apart. Different titles that the encoder
-        finds alike are ties, as they are in a run.
+        Other items with the same title are excluded, since they are indistinguishable. Different titles with equal
+        encodings are ties, as in a run.
 
         Args:
             titles: Of the catalogue.
@@ -113,7 +112,7 @@ class Retriever:
 
     def _ranks(self, parts: Sequence[Queries]) -> Ranks:
         counts = Counts(*map(np.concatenate, zip(*self.backend.count(parts), strict=True)))
-        # -inf is the sum over no item; NaN and +inf are failures
+        # -inf is the sum over no items; NaN and +inf are failures
         bad = ~np.isfinite(counts.score) | np.isnan(counts.log_sum) | np.isposinf(counts.log_sum)
         if bad.any():
             raise RetrievalError(f"{bad.sum()} of {len(bad)} scores are not finite")

@@ -27,7 +27,7 @@ def serve(arguments: Sequence[str]) -> None:
     resources = {"num_gpus": asked.gpus}
     pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
     _, titles = read_catalogue_file(asked.catalogue)
-    ray_cluster.join(pool.address, object_store=256 * 2**20)  # only queries and counts pass through it
+    ray_cluster.join(pool.address, object_store=256 * 2**20)  # it holds only queries and counts
     if service.find_actor(0) is not None:
         raise UserError("a retrieval service runs on this cluster already")
     index = encoders.open_index(titles, encoders.load_encoder(asked.encoder, titles), encoders.cache_folder())
@@ -37,7 +37,7 @@ def serve(arguments: Sequence[str]) -> None:
     except encoders.RetrievalError as error:
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has started, which has handlers of its own
+    for number in (signal.SIGINT, signal.SIGTERM):  # after the start of Ray, which sets its own handlers
         signal.signal(number, lambda *_: stop.set())
     share = Retriever(backend).self_test(titles)
     print(f"cluster     {ray_cluster.cluster_address()}")

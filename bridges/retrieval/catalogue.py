@@ -1,4 +1,4 @@
-"""Tables of items and of events (TSV or CSV); the bad lines of a file are told together."""
+"""Tables of items and of events (TSV or CSV); the bad lines of a file are reported together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PUBLISHED = {"user_id": "userId", "item_id": "movieId"}
 
 
 def read_catalogue_file(path: str | Path, *, title_column: str = "title") -> tuple[list[str], list[str]]:
-    """Read the identifiers of I items, and as many titles; a UserError tells of bad lines.
+    """Read the identifiers and titles of I items; UserError for bad lines.
 
     ``.tsv`` (tabs, no quoting) and ``.csv`` have a header line: the first column is the identifier, `title_column` the
-    title. An item without a title has an empty text, which no query resembles.
+    title. An item without a title has an empty string, which is not similar to any query.
     """
     if Path(path).suffix.lower() not in (".tsv", ".csv"):
         raise UserError(f"{path}: a catalogue is a .tsv or .csv file with the columns id and title")
@@ -50,9 +50,9 @@ def read_catalogue_file(path: str | Path, *, title_column: str = "title") -> tup
 def read_table(
     path: str | Path, problems: Problems, *, needs: Sequence[str], columns: Mapping[str, str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield rows of a .csv or .tsv with a header, as (line, {column: value}); bad ones are noted and left out.
+    """Yield rows of a .csv or .tsv with a header, as (line, {column: value}); bad rows are noted and skipped.
 
-    The columns that it `needs` must be there, under the name in `columns`, {name: the file's name}.
+    The columns in `needs` must exist, under the name in `columns`, {name: the file's name}.
     """
     text = io.StringIO(read_text(path, MOST_BYTES), newline="")
     tabs = Path(path).suffix.lower() == ".tsv"

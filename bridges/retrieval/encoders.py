@@ -1,7 +1,7 @@
-"""Texts as unit vectors, by TF-IDF or any sentence-transformers model; those of a catalogue are kept in a folder.
+"""Encode texts to unit vectors by TF-IDF or a sentence-transformers model; a folder caches those of a catalogue.
 
-A text's vector may depend, in its last bits, on the texts it is encoded with. Nothing is remembered between calls, and
-every backend encodes the same batches: a resumed run sees the scores of an uninterrupted one.
+The last bits of a text's vector may depend on the other texts of its batch. Calls are stateless, and every backend
+encodes the same batches, so a resumed run gets the scores of an uninterrupted one.
 """
 
 import hashlib
@@ -23,29 +23,28 @@ from grpo_jax.errors import UserError
 Vectors = np.ndarray | sparse.csr_matrix
 
 BATCH = 64
-_FORMAT = 2  # of the folder; part of its name
+_FORMAT = 2  # format of the folder, part of its name
 WORD = r"(?u)\b\w+\b"
 """A word of a title; by default scikit-learn drops those of one character."""
 
 
 class RetrievalError(RuntimeError):
-    """A call gave no ranks: no answer in its time, an actor that stays dead, a cluster that is gone, NaN in vectors."""
+    """A call gave no ranks: a timeout, a dead actor, a lost cluster, or NaN in vectors."""
 
 
 class ServiceNotFound(RetrievalError, UserError):
-    """No retrieval service runs there; the message says how to start one."""
+    """There is no retrieval service; the message tells how to start one."""
 
 
 class TfidfEncoder:
     """TF-IDF over the words of the titles, by scikit-learn: logarithmic counts, smoothed idf, unit length.
 
-    A word is a run of letters and digits, even of one: "soap no 1" and "soap no 2" are different. A text whose words
-    occur in no title is the zero vector. A history's words count by their idf once more: in a sum of many titles the
-    common words would outweigh the rare ones.
+    A word is one or more letters and digits, so "soap no 1" and "soap no 2" differ. A text without known words is the
+    zero vector. A history's words get a second idf factor, since common words would dominate a sum of many titles.
     """
 
     def __init__(self, titles: Sequence[str]):
-        """Fit words and idf; UserError if the titles hold no word (a letter or digit)."""
+        """Fit words and idf; UserError if the titles have no word (a letter or digit)."""
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         self._vectorizer = TfidfVectorizer(sublinear_tf=True, dtype=np.float32, token_pattern=WORD)
@@ -62,9 +61,9 @@ class TfidfEncoder:
 
 
 def _require_no_code(folder: Path) -> None:
-    """Refuse a folder that names classes of its own: library versions differ in whether they would run them."""
+    """Refuse a folder that names its own classes: some library versions would run them."""
     if not (folder / "modules.json").exists():
-        return  # of transformers alone
+        return  # a plain transformers folder
     kinds = [str(module["type"]) for module in load_json(folder / "modules.json", list)]
     if custom := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
         raise UserError(
@@ -73,7 +72,7 @@ def _require_no_code(folder: Path) -> None:
 
 
 class SentenceEncoder:
-    """A sentence-transformers model; blank texts are the zero vector, which such a model would not give them."""
+    """A sentence-transformers model, except that blank texts give the zero vector."""
 
     emphasis = None
 
@@ -122,8 +121,8 @@ def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> En
 
 
 def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
-    """Encode all titles, equal ones once; RetrievalError names the first whose vector is NaN or infinite."""
-    texts = sorted(set(titles), key=lambda text: (len(text), text))  # a batch is padded to its longest
+    """Encode all titles, equal ones once; RetrievalError names the first with a NaN or infinite vector."""
+    texts = sorted(set(titles), key=lambda text: (len(text), text))  # a batch is padded to its longest text
     parts = [encoder.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
     vectors = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else sparse.vstack(parts, format="csr")
     check_finite(vectors, texts)
@@ -150,7 +149,7 @@ def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
 
 
 def _parts_of(model) -> Iterable[bytes | str]:
-    """Contents of a sentence-transformers model, for its digest: modules, tokenizer, weights."""
+    """Return a sentence-transformers model's contents for its digest: modules, tokenizer, weights."""
     yield str(model)
     tokenizer = getattr(model, "tokenizer", None)
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -162,7 +161,7 @@ def _parts_of(model) -> Iterable[bytes | str]:
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of all parts."""
+    """Return sixteen hexadecimal digits of the SHA-256 of all parts."""
     total = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -179,7 +178,7 @@ class Fingerprint(NamedTuple):
 
 
 class Index(NamedTuple):
-    """A catalogue as vectors f32 [N, E]: sparse for TF-IDF, dense ones of a folder as a memory map."""
+    """A catalogue's vectors f32 [N, E]: sparse for TF-IDF, else dense, memory-mapped from a folder."""
 
     vectors: Vectors
     fingerprint: Fingerprint
@@ -192,7 +191,7 @@ def cache_folder() -> Path:
 
 
 def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
-    """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
+    """Load the vectors of titles, in the order of their rows, from the cache, or make and cache them."""
     own = digest(titles)
     fingerprint = Fingerprint(f"{len(titles)} titles, {own}", encoder.identity)
     if cache is None:
@@ -213,7 +212,7 @@ def load_index(folder: str | Path) -> Index:
     try:
         fingerprint = Fingerprint(**load_json(folder / "meta.json")["fingerprint"])
         vectors = np.load(dense, mmap_mode="r") if dense.is_file() else sparse.load_npz(folder / "vectors.npz")
-    except Exception as error:  # zipfile and NumPy have many
+    except Exception as error:  # zipfile and NumPy raise many types
         raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error
     return Index(vectors, fingerprint, folder)
 
@@ -224,7 +223,7 @@ def load_titles(folder: str | Path) -> list[str]:
 
 
 def save_index(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:
-    """Write under another name first, so that the folder is there whole or not at all."""
+    """Write an index folder atomically, under another name first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     try:
@@ -233,7 +232,7 @@ def save_index(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprin
         meta = {"fingerprint": fingerprint._asdict(), "titles": list(titles)}
         (draft / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
         draft.chmod(0o755)
-        with suppress(OSError):  # another process was first, with the same content
+        with suppress(OSError):  # another process may be first, with the same content
             draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

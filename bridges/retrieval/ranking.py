@@ -1,10 +1,10 @@
 """The exact rank of one item among all: a count of the items that score at least as high.
 
-No top-k and no sorting: a query needs its target's score and how many others are not below it. Such counts, and the
-log-sum-exp of the softmax probability, add up over any division of the catalogue.
+A rank needs neither top-k nor sorting: only the target's score, and the number of other items not below it. Such
+counts, and the log-sum-exp of the softmax probability, add up over any partition of the catalogue.
 
-Scores are cosine similarities. Two that differ by no more than TOLERANCE are a tie: the same title twice, or the same
-sum in another order, must not be ranked by a rounding. Ties count against the target.
+Scores are cosine similarities. Two that differ by at most TOLERANCE are a tie: rounding must not rank equal titles, or
+sums in another order. Ties count against the target.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from grpo_jax.config.sections import RetrievalSection
 
 QUERIES = 64
 """Encoded and compared at once, by every backend: a text's last bits may depend on those beside it."""
-_BLOCK = 65536  # items at a time
+_BLOCK = 65536  # items per block
 TEMPERATURE = 0.05
 """Of the softmax over the similarities."""
 TOLERANCE = 1e-6
@@ -28,9 +28,9 @@ class Counts(NamedTuple):
     """Counts of a part of the catalogue for each query's target; excluded items and the target do not count.
 
     Attributes:
-        before: i64 [B], items that score higher than the target, or tie with it.
+        before: i64 [B], items with a higher score than the target, or a tie.
         log_sum: f64 [B], log Σ exp(score / TEMPERATURE) of the other items; -inf if there are none.
-        score: f64 [B], the target's own.
+        score: f64 [B], the target's score.
     """
 
     before: np.ndarray
@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
 
     Attributes:
         rank: f64 [B], 1 is best.
-        probability: f32 [B], of the target in the softmax over all items that are not excluded.
+        probability: f32 [B], the target's probability in the softmax over all items that are not excluded.
     """
 
     rank: np.ndarray
@@ -71,22 +71,22 @@ def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray) -> Cou
     scores -= top
     scores *= np.float32(1 / TEMPERATURE)
     np.exp(scores, out=scores)
-    with np.errstate(divide="ignore"):  # a block whose items are all left out has no sum
+    with np.errstate(divide="ignore"):  # if a block's items are all excluded, its sum is 0
         log_sum = np.log(scores.sum(1, dtype=np.float64)) + top[:, 0] / TEMPERATURE
     return Counts(before, log_sum, target)
 
 
 def leave_out(scores: np.ndarray, out: np.ndarray) -> None:
-    """Set -inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
+    """Set -inf in the columns `out` [B, X] of scores [B, M]; ignore columns outside."""
     inside = (out >= 0) & (out < scores.shape[1])
     scores[np.nonzero(inside)[0], out[inside]] = -np.inf
 
 
 class History(NamedTuple):
-    """Items taken before, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
+    """Previously taken items, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
 
-    v_i are the vectors of the items' titles and e the encoder's emphasis (for TF-IDF each word's idf, once more).
-    A query whose text is the zero vector is its history alone.
+    v_i are the vectors of the items' titles, and e is the encoder's emphasis (for TF-IDF a second idf factor per word).
+    If the text is the zero vector, the query is only its history.
 
     Attributes:
         rows: B lists of rows of the catalogue, oldest first; the newest has age 0.
@@ -104,9 +104,9 @@ class Queries(NamedTuple):
 
     Attributes:
         texts: B texts.
-        targets: i32 [B], rows; -1 if no item's rank is asked for.
-        exclude: i32 [B, X], rows that are not ranked, padded with -1; never the target.
-        history: Of the queries; None for texts alone.
+        targets: i32 [B], rows; -1 if no rank is needed.
+        exclude: i32 [B, X], excluded rows, padded with -1; never the target.
+        history: Histories of the queries; None for texts only.
     """
 
     texts: Sequence[str]
@@ -121,7 +121,7 @@ def make_queries(
     exclude: Sequence[Sequence[int]],
     history: History | None = None,
 ) -> list[Queries]:
-    """Return a call in parts of QUERIES; `targets` is None if no item's rank is asked for."""
+    """Return a call in parts of QUERIES; `targets` is None if no rank is needed."""
     rows = np.full(len(texts), -1) if targets is None else np.asarray(targets, np.int64)
     parts = []
     for start in range(0, len(texts), QUERIES):
@@ -138,17 +138,17 @@ def make_queries(
 class LocalBackend:
     """An encoder and the catalogue's unit vectors on the CPU, sparse ones (TF-IDF) or dense ones.
 
-    See `retriever.Backend`. Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
+    See `bridges.retrieval.Backend`. Products of sparse vectors are sparse, so inverted lists beat dense ones by far.
     """
 
     def __init__(self, encoder: Encoder, index: Index, *, block: int = _BLOCK):
-        """Take an encoder and its index; how many items are compared at a time does not change results."""
+        """Take an encoder and its index; the block size does not change results."""
         self._encoder, self._vectors, self.fingerprint = encoder, index.vectors, index.fingerprint
         starts = range(0, index.vectors.shape[0], block)
         self._blocks = [(start, _block(index.vectors, start, start + block)) for start in starts]
 
     def count(self, parts: Sequence[Queries]) -> list[Counts]:
-        """See `retriever.Backend`."""
+        """See `bridges.retrieval.Backend`."""
         return [self._count(part) for part in parts]
 
     def _count(self, queries: Queries) -> Counts:
@@ -163,9 +163,9 @@ class LocalBackend:
     def nearest(
         self, texts: Sequence[str], count: int, exclude: Sequence[Sequence[int]], history: History | None = None
     ) -> list[list[tuple[int, float]]]:
-        """Return the rows most similar to each text and their cosines, best first; the first of equal ones first.
+        """Return the rows most similar to each text and their cosines, best first; ties by row.
 
-        Rows in `exclude` are not listed; fewer than `count` come where fewer are left.
+        Rows in `exclude` are not listed. There are fewer than `count` if fewer remain.
         """
         listed = []
         for queries in make_queries(texts, None, exclude, history):
@@ -178,7 +178,7 @@ class LocalBackend:
         return listed
 
     def _query_vectors(self, queries: Queries) -> Vectors:
-        """Return unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E]."""
+        """Return unit(text), or unit(unit(text) + a · unit(history)) with a history: f32 [B, E]."""
         texts = self._encoder.encode(queries.texts)
         check_finite(texts, queries.texts)
         vectors = directions(texts)

@@ -1,4 +1,4 @@
-"""Retrieval by a service: actors of a Ray cluster, each with the whole catalogue, that share a call's queries."""
+"""Retrieval service: actors of a Ray cluster, each with the whole catalogue, share a call's queries."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ TIMEOUT = 600.0
 
 
 class RankService:
-    """Judge of an actor: the index in a folder of `open_index`, where a restart finds it again, and its encoder."""
+    """Judge of an actor: the encoder, and the index in a folder of `open_index`, which a restart loads again."""
 
     def __init__(self, folder: str, encoder: str):
         self._folder, self.encoder = folder, encoder
 
     def load(self, device: str) -> "RankService":
-        """Load the encoder onto "cpu" or "gpu:N", as the actor sees its cards, and the vectors."""
+        """Load the encoder onto "cpu" or "gpu:N" of the actor's GPUs, and the vectors."""
         encoder = encoders.load_encoder(self.encoder, encoders.load_titles(self._folder), device=device)
         index = encoders.load_index(self._folder)
         if encoder.identity != index.fingerprint.encoder:
@@ -40,7 +40,7 @@ class RankService:
 
 
 class RayBackend:
-    """A running service, as a `retrieval.Backend`; `actors` are those that were started here, and end with it."""
+    """A running service as a `retrieval.Backend`; it ends the `actors` that were started here."""
 
     def __init__(self, address: str | None, actors: Sequence[Any] = ()):
         """Wait until the service's actors have loaded; ServiceNotFound if one is dead or missing."""
@@ -49,9 +49,9 @@ class RayBackend:
         self.encoder, self.fingerprint = self._pool.encoder, encoders.Fingerprint(*self._pool.fingerprint)
 
     def count(self, parts: Sequence[Queries]) -> list[Counts]:
-        """Count within the timeout; after a call that failed cluster and actors are looked up again."""
+        """Count within the timeout; after a failed call, look up cluster and actors again."""
         pool, self._pool = self._pool or _find(self._address), None
-        if pool.fingerprint != self.fingerprint:  # it was started again by hand
+        if pool.fingerprint != self.fingerprint:  # somebody has restarted it
             raise StopRun(f"the retrieval service was started again with {pool.fingerprint}")
         try:
             counts = pool.run("count", [((part,), {}) for part in parts], TIMEOUT)
@@ -64,14 +64,14 @@ class RayBackend:
 def _find(address: str | None) -> RayPool:
     """Join the cluster of a service, and find its actors by their names."""
     try:
-        if address is None and ray_cluster.is_gone():  # Ray would find any cluster
+        if address is None and ray_cluster.is_gone():  # Ray would join any cluster
             raise UserError("no cluster is joined without task.retrieval.address")
         ray_cluster.join(address)
         actors = list(itertools.takewhile(bool, map(find_actor, itertools.count())))
         if not actors:
             raise UserError("the cluster has no such actor")
         return RayPool(SERVICE, actors, described(actors))
-    except (UserError, ray_cluster.ActorLost) as error:  # a dead one has its name until its `serve` ends
+    except (UserError, ray_cluster.ActorLost) as error:  # a dead actor keeps its name until its `serve` ends
         raise encoders.ServiceNotFound(
             f"no retrieval service was found ({error}); start it with: python -m bridges.retrieval serve "
             "--catalogue FILE, and give the address that it prints"
@@ -81,7 +81,7 @@ def _find(address: str | None) -> RayPool:
 
 
 def find_actor(number: int) -> Any | None:
-    """Return an actor of a service on the cluster that was joined; None if there is none."""
+    """Return an actor of a service on the joined cluster; None if there is none."""
     import ray
 
     with suppress(ValueError):
@@ -99,5 +99,5 @@ def connect(titles: Sequence[str], section: RetrievalSection) -> RayBackend:
 
 
 def absolute(name: str) -> str:
-    """Return an encoder's name, a folder as its absolute path: processes elsewhere have another working directory."""
+    """Return an encoder's name, a folder as an absolute path: other processes have other working directories."""
     return str(Path(name).expanduser().resolve()) if name != "tfidf" and Path(name).expanduser().is_dir() else name

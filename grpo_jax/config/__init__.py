@@ -1,1 +1,1 @@
-"""The config of a run: `run.Config`, its sections, and the command line that reads them."""
+"""The config of a run: `run.Config`, its sections, and its command line."""

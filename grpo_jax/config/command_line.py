@@ -75,8 +75,8 @@ Exit code: 0 if it fits, 1 if not.
 def parse(arguments: Sequence[str], command: str = "train") -> Any:
     """Read the command line into a `Config`, or the task's own class of config.
 
-    Later values win: the task's defaults, the files that --config names, the arguments. Without --config the file is
-    the run directory's config.yaml on --resume, else the task's default. `command` is the one that --help is about.
+    Later values win: the task's defaults, the files of --config, the arguments. Without --config the file is the run
+    directory's config.yaml on --resume, else the task's default. `command` is the command that --help describes.
     Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     given = list(_options(arguments))
@@ -104,14 +104,14 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the configs of the package by name: in a checkout, or in the wheel."""
+    """Return the package's configs by name, from a checkout or the wheel."""
     package = Path(__file__).parents[1]
     folders = (package.parent / "configs", package / "configs")
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_config(name: str) -> Path:
-    """Find a config: a file as named, else one that ships with the package (with or without .yaml)."""
+    """Find a config: a file, else a config of the package (with or without .yaml)."""
     if os.path.exists(name) and not os.path.isdir(name):
         return Path(name)
     shipped, stem = shipped_configs(), Path(name).name.removesuffix(".yaml")
@@ -135,7 +135,7 @@ def read_config(path: Path) -> Fields:
 
 
 def load_config(path: Path) -> Any:
-    """Return the config that a YAML file holds, over the defaults of its task; UserError as `parse`."""
+    """Load a YAML file's config, over the defaults of its task; UserError as in `parse`."""
     return make_config(read_config(path))
 
 
@@ -154,7 +154,7 @@ def _default_files(own: Mapping[str, str], helping: bool) -> list[Path]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each option; several words of a list with commas between them."""
+    """Yield the name and the value of each option; several words become a comma-separated list."""
     pending = list(arguments)
     while pending:
         argument, equals, value = pending.pop(0).partition("=")
@@ -177,7 +177,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _without_value(option: str) -> str:
-    """Return the line about an option without a value, with its name here if it is another program's."""
+    """Return the error about an option without a value, with its name here if it is another program's."""
     if other := hint_for(option.rpartition(".")[2].removeprefix("--")):
         return f"{short_name(option)}: no such option; {other}"
     near = difflib.get_close_matches(option, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
@@ -185,9 +185,9 @@ def _without_value(option: str) -> str:
 
 
 def _assigned(values: Values, arguments: Sequence[tuple[str, str]], texts: Collection[str] = ()) -> Fields:
-    """Lay arguments over values, kinds first: null, lists and mappings are YAML, all else is text for its field.
+    """Override values by arguments, kinds first: null, lists and mappings are YAML, all else is text for its field.
 
-    `texts` names the fields that hold text, which a bracket may begin.
+    `texts` names the text fields, whose values may start with a bracket.
     """
     if any(name == "policy.lora.path" for name, _ in arguments):  # an adapter has its own rank, alpha and targets
         values = {**values, "policy": {**(values.get("policy") or {}), "lora": {}}}
@@ -225,7 +225,7 @@ def help_text(topic: str, kind: type[Section], values: Values, command: str) -> 
 
 
 def _home(field: ConfigField) -> str:
-    """Return the section that shows a field."""
+    """Return the help section of a field."""
     return field.section.removesuffix("[]") or (field.name if field.marked or field.inner else "run")
 
 
@@ -272,7 +272,7 @@ def _paragraph(text: str | None) -> str:
 
 
 def _spelled(field: ConfigField, most: int | None = None) -> str:
-    """Return a value as a command line or a file spells it; of tasks and judges the kind."""
+    """Return a value as on a command line or in a file; for tasks and judges the kind."""
     value = field.value
     if field.marked:
         given = {"": value} if field.name == "task" else value or {}
@@ -285,7 +285,7 @@ def _spelled(field: ConfigField, most: int | None = None) -> str:
 
 
 def _type_word(hint: Any) -> str:
-    """Return a type as help spells it: INT, TEXT|null, constant|linear|cosine, [TEXT, …]."""
+    """Return a type as in help: INT, TEXT|null, constant|linear|cosine, [TEXT, …]."""
     inner = get_args(hint)
     if hasattr(hint, "__metadata__"):
         return _type_word(inner[0])

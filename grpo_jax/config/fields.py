@@ -1,4 +1,4 @@
-"""Frozen pydantic models of sections, tasks and judges: made from nested plain values, and written as such."""
+"""Frozen pydantic models of sections, tasks and judges, from and to nested plain values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OneOrMore = Annotated[float, Ge(1)]
 
 
 class Argument(str):
-    """A text of the command line: pydantic reads it as its field's type says."""
+    """A string of the command line, which pydantic parses by its field's type."""
 
 
 def _yaml_value(value: Any) -> Any:
@@ -68,7 +68,7 @@ Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance
 
 
 class Section(BaseModel):
-    """A section of a config, a task or a judge; the text below a field is its help.
+    """A section of a config, a task or a judge; the docstring of a field is its help.
 
     A subclass checks fields against each other in `__post_init__`, by `require`.
     """
@@ -85,7 +85,7 @@ class Section(BaseModel):
             name = type(self).__name__
             raise UserError(*(f"{name}.{line}" for line in mistakes(type(self), values, error))) from None
 
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes the sections inside others
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes nested sections itself
 
     def model_post_init(self, context: Any) -> None:
         """Check the fields against each other."""
@@ -95,30 +95,30 @@ class Section(BaseModel):
         pass
 
     def require(self, condition: object, name: str, expected: str) -> None:
-        """Raise UserError naming a field, dotted if it is in a section inside, unless `condition` holds."""
+        """Raise UserError naming a field, dotted in a nested section, unless `condition` holds."""
         require(condition, name, expected, functools.reduce(getattr, name.split("."), self))
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other values, checked as at first."""
+        """Return a copy with other values, with the same checks."""
         return type(self)(**{**dict(self), **changes})
 
 
 def resume_mutable(default: Any = PydanticUndefined, **more: Any) -> Any:
-    """Declare a field that a resumed run may change: memory, paths, how often is saved, how long is trained.
+    """Declare a field that a resumed run may change: memory, paths, intervals of saving, length of training.
 
-    Every other field of a checkpoint's config must be the resumed run's (`identity`).
+    Every other field must equal that of the checkpoint's config (`identity`).
     """
     return Field(default, json_schema_extra={"resume_mutable": True}, **more)
 
 
 def require(condition: object, name: str, expected: str, came: object) -> None:
-    """Raise UserError naming the field, as the section that checks calls it, unless `condition` holds."""
+    """Raise UserError naming the field, by its name in the checking section, unless `condition` holds."""
     if not condition:
         raise FieldError(f"{name}: expected {expected}, got {short_repr(came)}")
 
 
 class OneOf:
-    """Annotation of a value whose class the config names: a kind alone, or a mapping of `kind` and the class's fields.
+    """Annotation of a value whose class the config names: a bare kind, or a mapping of `kind` and the class's fields.
 
     Args:
         what: Its name in `REMOVED`, "task" or "judges".
@@ -130,13 +130,13 @@ class OneOf:
         self.what, self.places = what, places
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        """Let pydantic make the object, and write it."""
+        """Tell pydantic how to make and serialise the object."""
         write = core_schema.plain_serializer_function_ser_schema(self.plain)
         return core_schema.no_info_plain_validator_function(self.make, serialization=write)
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
-        """The modules of the built-in kinds."""
+        """Return the modules of the built-in kinds."""
         modules = {}
         for place in self.places:
             package, _, rest = place.partition(".{}")
@@ -147,7 +147,7 @@ class OneOf:
         return dict(sorted(modules.items()))
 
     def make(self, value: Any) -> Section:
-        """Return the object; pydantic adds the mistakes in its fields to those of the config, with their path."""
+        """Make the object; pydantic adds the mistakes in its fields to the config's, with their paths."""
         if isinstance(value, Section):
             return value
         fields = value if isinstance(value, Mapping) else {}
@@ -161,7 +161,7 @@ class OneOf:
         return {KEY: kinds[0] if kinds else f"{place}:{type(value).__qualname__}", **value.model_dump()}
 
     def class_of(self, value: Any) -> type[Section]:
-        """Return the class that a value names; ValueError if there is none."""
+        """Return the class named by a value; ValueError if there is none."""
         if isinstance(value, Section):
             return type(value)
         kind = value.get(KEY) if isinstance(value, Mapping) else value
@@ -192,7 +192,7 @@ def _is_section(hint: object) -> TypeGuard[type[Section]]:
 
 
 class ConfigField(NamedTuple):
-    """A field of a config: section ("" of the run), its class, name, what pydantic knows, and its value here."""
+    """A field of a config: section ("" for the run), the section's class, name, pydantic's info, and value."""
 
     section: str
     about: type[Section]
@@ -202,29 +202,29 @@ class ConfigField(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its dotted name."""
+        """Return the dotted name."""
         return f"{self.section}.{self.name}".lstrip(".")
 
     @property
     def marked(self) -> OneOf | None:
-        """The annotation of a value, or of a dict's values, whose class the config names."""
+        """Return the annotation of a value, or of a dict's values, whose class the config names."""
         marks = [*self.info.metadata, *(mark for hint in get_args(self.info.annotation) for mark in get_args(hint)[1:])]
         return next((mark for mark in marks if isinstance(mark, OneOf)), None)
 
     @property
     def inner(self) -> type[Section] | None:
-        """The section that it holds, perhaps in a list or null."""
+        """Return the nested section, perhaps in a list or optional."""
         hints = (self.info.annotation, *get_args(self.info.annotation))
         return next((hint for hint in hints if _is_section(hint)), None)
 
     @property
     def mutable(self) -> bool:
-        """Whether a resumed run may change it."""
+        """Return whether a resumed run may change the field."""
         return bool((self.info.json_schema_extra or {}).get("resume_mutable"))  # type: ignore[union-attr]
 
 
 def walk(kind: type[Section], values: Any, section: str = "") -> Iterator[ConfigField]:
-    """Yield all fields, those of sections inside too; `values` may lack some or be wrong, for help and hints."""
+    """Yield all fields, including nested ones; for help and hints, `values` may be incomplete or wrong."""
     values = dict(values) if isinstance(values, Mapping | Section) else {}
     for name, info in kind.model_fields.items():
         value = values.get(name, None if info.is_required() else info.get_default(call_default_factory=True))
@@ -233,7 +233,7 @@ def walk(kind: type[Section], values: Any, section: str = "") -> Iterator[Config
         if field.marked:
             entries = value if get_origin(info.annotation) is dict else {"": value}
             for key, entry in entries.items() if isinstance(entries, Mapping) else ():
-                with suppress(ValueError, UserError):  # validation reports it
+                with suppress(ValueError, UserError):  # validation reports the mistake
                     yield from walk(field.marked.class_of(entry), entry, f"{field.path}.{key}".rstrip("."))
         elif field.inner:
             listed = get_origin(info.annotation) is list
@@ -246,7 +246,7 @@ def mistakes(kind: type[Section], values: Values, error: ValidationError) -> lis
     lines: dict[str, str] = {}
     for mistake in error.errors(include_url=False):
         path = _place(mistake["loc"])
-        lines.setdefault(path, _line(path, mistake, names))  # of a union's members the first
+        lines.setdefault(path, _line(path, mistake, names))  # the first of a union's members
     meant = {line.rpartition("did you mean ")[2].removesuffix("?") for line in lines.values()}
     return [line for path, line in lines.items() if not (path in meant and line.endswith(_NO_VALUE))]
 
@@ -262,7 +262,7 @@ _NO_VALUE = ": expected a value, it has no default"
 
 
 def _place(location: Sequence[str | int]) -> str:
-    """Return a location as one name, without the members of unions that pydantic puts into it."""
+    """Return a location as one name, without pydantic's union members."""
     parts = [part for part in location if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
@@ -284,7 +284,7 @@ def _line(path: str, mistake: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def hint(path: str, names: Iterable[str]) -> str:
-    """Return the text after "no such field; ": its successor, its name here, or the nearest field."""
+    """Return the hint after "no such field; ": the successor, the name here, or the nearest field."""
     names = [name.replace("[]", next(iter(re.findall(r"\[\d+]", path)), "[]")) for name in names]
     section, _, last = path.rpartition(".")
     removed = REMOVED.get(path) or REMOVED.get(re.sub(r"^judges\.\w+", "judges.NAME", path))
@@ -300,7 +300,7 @@ def hint(path: str, names: Iterable[str]) -> str:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Lay values over values: mappings by key, all else whole; another kind takes the old one's fields with it."""
+    """Merge values: mappings by key, all else whole; another kind discards the old kind's fields."""
     if isinstance(above, str) and isinstance(below, Mapping) and KEY in below:
         above = {KEY: above}
     if isinstance(below, str) and isinstance(above, Mapping):
@@ -313,7 +313,7 @@ def merged(below: Any, above: Any) -> Any:
 
 
 def build(kind: type[Section], values: Values) -> Any:
-    """Return the section of nested values; UserError with a line for each mistake."""
+    """Make a section from nested values; UserError with a line for each mistake."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -341,7 +341,7 @@ def identity(config: Section) -> Fields:
 
 
 def differences(saved: Values, config: Section) -> list[str]:
-    """Return the fields in which a config differs from a saved `identity`, each as "name: saved → now"."""
+    """Return the differences of a config from a saved `identity`, each as "name: saved → now"."""
     now = identity(config)
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     return [f"{name}: {saved.get(name)} → {now.get(name)}" for name in names]

@@ -1,8 +1,8 @@
-"""Read whole files, and the YAML and JSON in them, within bounds of size and depth.
+"""Read whole files, and YAML and JSON in them, with limits of size and depth.
 
-A path may lead to a device without an end, or to a damaged file. YAML and JSON allow what no config or prompt means: a
-key twice, texts that are not Unicode, numbers of a thousand digits, nesting without end, and in YAML ten lines that
-stand for a billion entries. Each error is one line.
+A path may be an endless device or a damaged file. YAML and JSON allow inputs that no config or prompt needs: duplicate
+keys, strings that are not Unicode, numbers of a thousand digits, endless nesting. Ten lines of YAML may expand to a
+billion entries. Each error is one line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEEPEST = 32
 """Levels of nesting in users' files."""
 LONGEST = 2**20
 """Characters of a YAML text: a config, not data."""
-_MOST_ENTRIES = 100_000  # that a YAML text stands for
+_MOST_ENTRIES = 100_000  # maximum entries of expanded YAML
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _JSON_TYPES = {dict: "object", list: "list"}
 
@@ -38,8 +38,8 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a file of at most `most` bytes, or of a pipe or a device (`/dev/stdin`, `<(command)`).
 
     Raises:
-        OSError: The system refuses it.
-        ValueError: It is longer, or no path at all.
+        OSError: The OS refuses to read it.
+        ValueError: It is longer, or not a valid path.
     """
     with open(path, "rb") as file:
         content = file.read(most + 1)
@@ -59,7 +59,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
-    """Return the value in a JSON file that a program wrote; UserError if it is damaged or of another kind."""
+    """Load a JSON file that a program wrote; UserError if it is damaged or holds another type."""
     try:
         return parse_json(read_text(path), kind)
     except ValueError as error:
@@ -67,7 +67,7 @@ def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ign
 
 
 def parse_json(text: str | bytes, kind: type[Value] = dict, **hooks: Any) -> Value:  # type: ignore[assignment]
-    """Return the value of a JSON text that a program wrote, like `json.loads`; errors are one-line ValueErrors."""
+    """Parse JSON that a program wrote, like `json.loads`; errors are one-line ValueErrors."""
     try:
         value = json.loads(text, **hooks)
     except RecursionError:
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes, kind: type[Value] = dict, **hooks: Any) -> Val
 
 
 def read_json(text: str, *, whole: int | None = 2**63) -> Any:
-    """Return the value of a JSON text that a user wrote: `checked` data; else a ValueError of one line."""
+    """Parse JSON that a user wrote to `checked` data; errors are one-line ValueErrors."""
     hooks = {"object_pairs_hook": _object, "parse_float": _finite, "parse_constant": _finite}
     return checked(parse_json(text, object, **hooks), whole=whole)
 
@@ -102,7 +102,7 @@ def _finite(digits: str) -> float:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key twice in one mapping."""
+    """Loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Fields:
         seen = set()
@@ -115,23 +115,23 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text: plain data that can be written again; else a ValueError of one line."""
+    """Parse YAML to plain data that can be written again; errors are one-line ValueErrors."""
     try:
         value = _UniqueKeyLoader(text).get_single_data()
     except RecursionError:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from None
-    except Exception as error:  # YAML's own constructors fail in many ways at numbers and dates that are none
+    except Exception as error:  # YAML's constructors raise many types for malformed numbers and dates
         reason = str(error).partition(";")[0] if not isinstance(error, yaml.YAMLError) else str(error)
         raise ValueError(f"not valid YAML: {' '.join(reason.split())[:160]}") from error
     return checked(value, most=_MOST_ENTRIES)
 
 
 def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) -> Any:
-    """Return plain data if all in it can be written again.
+    """Return plain data if all of it can be written again.
 
     Raises:
-        ValueError: A text is not Unicode or holds NUL, a whole number is too large (beyond `whole`, if that is given),
-            it is nested too deeply, or it stands for more than `most` entries.
+        ValueError: A string is not Unicode or contains NUL; an integer exceeds `whole` (if given); the nesting is too
+            deep; there are more than `most` entries.
     """
     pending, count = [(value, 0)], 0
     while pending:
@@ -155,7 +155,7 @@ def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) ->
 
 
 def require_text(text: str) -> None:
-    """Raise ValueError for text with NUL or half a character, which no file, path or tokenizer takes."""
+    """Raise ValueError for a string with NUL or a lone surrogate, which files, paths and tokenizers refuse."""
     if found := _NO_TEXT.search(text):
         held = "a NUL character" if found[0] == "\0" else "half a character: it is not Unicode text"
         raise ValueError(f"{short_repr(text)} holds {held}")

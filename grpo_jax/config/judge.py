@@ -1,4 +1,4 @@
-"""The protocol of a judge: `load`, `check` and `memory` of its class, and the call of what it loads."""
+"""The protocol of a judge: `load`, `check` and `memory` of its class, and the call of the loaded object."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PoolSection(Section):
 
     @property
     def cards(self) -> float:
-        """GPUs of each actor."""
+        """Return the GPUs per actor."""
         return self.resources.get("num_gpus", 0.0)
 
 
 class Judge(Section):
     """Base class of a judge: a pydantic model with the fields `judges.NAME.FIELD`.
 
-    A loaded judge that can be called is a reward under its own name: judge(prompts, completions, **columns) → a score
-    of each completion, None if it does not apply. Other judges reach a reward as its argument NAME.
+    A callable loaded judge is a reward under its own name: judge(prompts, completions, **columns) → a score per
+    completion, None if it does not apply. Rewards receive other judges as their argument NAME.
     """
 
     pool: PoolSection | None = resume_mutable(None)
@@ -45,18 +45,18 @@ class Judge(Section):
     def load(self, device: str = "cpu") -> Any:
         """Return the object that rewards get as the argument NAME, by default the judge itself.
 
-        `device` is "cpu" or "gpu:N". A judge takes the next free card, unless its `load` has the default "cpu" or
-        `devices` says otherwise. The object's `__str__` is its line at the start of a run. A renderer has
-        `draw(texts, seeds, *, evaluation)` → float [B, 3, H, W] in [0, 1], `count_tokens(texts)`, `window` (tokens
-        of a text that reach the picture) and `device`.
+        `device` is "cpu" or "gpu:N". A judge takes the next free GPU, unless its `load` has the default "cpu" or
+        `devices` sets another. The object's `__str__` is its line at the start of a run. A renderer has these members:
+        `draw(texts, seeds, *, evaluation)` → float [B, 3, H, W] in [0, 1], `count_tokens(texts)`, `window` (the text
+        encoder's limit of tokens) and `device`.
         """
         return self
 
     def check(self) -> None:
-        """Raise UserError if a file is missing or unfit, before any weight is read."""
+        """Raise UserError if a file is missing or unsuitable, before any weight is read."""
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Return (name, bytes, note) of each part that `--plan` counts."""
+        """Return (name, bytes, note) of each part for `--plan`."""
         return [(type(self).__name__, 0, "it does not say")]
 
     def __str__(self) -> str:
@@ -64,11 +64,11 @@ class Judge(Section):
 
 
 def default_device(judge: Judge) -> str:
-    """Return where a judge runs unless `devices` says otherwise: "auto", or the default of its `load`."""
+    """Return a judge's device unless `devices` sets another: "auto", or the default of its `load`."""
     device = inspect.signature(judge.load).parameters.get("device")
     return "cpu" if judge.pool else "auto" if device is None or device.default is device.empty else device.default
 
 
 def title(loaded: object) -> str:
-    """Return the line of the run's opening about a loaded judge: its `__str__`, or the name of its class."""
+    """Return a loaded judge's line at the start of a run: its `__str__`, or the name of its class."""
     return str(loaded) if type(loaded).__str__ is not object.__str__ else type(loaded).__name__

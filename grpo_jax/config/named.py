@@ -1,4 +1,4 @@
-"""Import the modules and objects that a config names, and name those that it is given in Python.
+"""Import the modules and objects that a config names, and name objects passed in Python.
 
 A name is package.module:object, or file.py:object relative to the working directory.
 """
@@ -55,19 +55,19 @@ def load_module(place: str) -> ModuleType:
         if not is_file and error.name and f"{place}.".startswith(f"{error.name}."):
             raise UserError(f"no module {place}; a file is written as file.py:name") from None
         raise UserError(f"{place} needs the module {error.name}, which is not installed") from error
-    except BaseException as error:  # sys.exit in a user's file would end the command, with its own exit code
+    except BaseException as error:  # sys.exit in a user's file must not end the command
         name = Path(place).name if is_file else place
         raise UserError(f"importing {name} raised {type(error).__name__}: {one_line(error)}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, once."""
+    """Import a file once, under a unique name."""
     name = f"{FILE}{path.stem}_{abs(hash(str(path.resolve()))):x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py file has a loader
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # pickle looks it up by name
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # pickle needs the entry
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -77,7 +77,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def own_package(package: str, module: str = "") -> Any:
-    """Return a package that this project installs, or a module of it; UserError if it is not this project's."""
+    """Import a package of this project, or a module of it; UserError if another project's package has its name."""
     imported = importlib.import_module(package)
     if not getattr(imported, "__grpo_jax__", False):
         place = getattr(imported, "__file__", package)
@@ -86,17 +86,17 @@ def own_package(package: str, module: str = "") -> Any:
 
 
 def import_path(function: Callable[..., Any], label: str) -> str:
-    """Return the path that finds a function or class again from any folder, else "<given>:label".
+    """Return an import path of a function or class that works in any folder, else "<given>:label".
 
-    It is "file.py:function" for a module that is one file of the user's, "package.module:function" otherwise.
-    A function of a script that was run, a lambda, a method or an object has no such path.
+    It is "file.py:function" for a user's single-file module, else "package.module:function". Functions of the main
+    script, lambdas, methods and objects have no such path.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     home = sys.modules.get(module or "")
     file = Path(getattr(home, "__file__", None) or "")
     stem = file.parent.name if file.name == "__init__.py" else file.stem
     importable = module != "__main__" and name and getattr(home, name, None) is function
-    # A file that was loaded under another name, as a config's file.py is, is not found by that name.
+    # A file loaded under another name, like a config's file.py, cannot be imported by that name.
     if module is None or not importable or stem != module.rpartition(".")[2]:
         return f"{IN_PYTHON}:{label}"
     installed = {"site-packages", "dist-packages"} & {*file.parts}
@@ -104,7 +104,7 @@ def import_path(function: Callable[..., Any], label: str) -> str:
 
 
 def name_tools(tools: Any) -> Any:
-    """Return a list of tools with names in place of functions and classes; a tool may stand alone."""
+    """Replace functions and classes in a list of tools, or a single tool, by their names."""
     tools = [tools] if callable(tools) or isinstance(tools, str) else tools
     return [_named(tool) if callable(tool) else tool for tool in tools] if isinstance(tools, list | tuple) else tools
 

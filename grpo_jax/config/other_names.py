@@ -1,6 +1,6 @@
-"""Names that are no fields here: TRL's, for hints and docs/coming_from_trl.md, and those that left.
+"""Names that are not fields here: TRL's, for hints and docs/coming_from_trl.md, and removed ones.
 
-The tables stand in other_names.yaml, with their form.
+The tables are in other_names.yaml, which documents their format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ NOT_HERE = "not here: "
 
 
 def _one_by_one(table: Mapping[str, str]) -> dict[str, str]:
-    """Return the entry of each name of a table."""
+    """Return a table with one entry per name."""
     return {name: entry for names, entry in table.items() for name in names.split(", ")}
 
 
@@ -29,21 +29,21 @@ REMOVED = _one_by_one(TABLES["removed"])
 
 
 def fields_of(entry: str) -> list[str]:
-    """Return the dotted names of an entry's fields; none if it has no place here."""
+    """Return the dotted names of an entry's fields; none without an equivalent here."""
     settings = [] if entry.startswith(NOT_HERE) else entry.partition("; ")[0].split(", ")
     return [setting.partition(": ")[0] for setting in settings if setting]
 
 
 def metric_hint(name: str) -> str:
-    """Return where an older script's metric is here, in brackets; "" for any other name."""
+    """Return an older script's metric by its name here, in brackets; "" for any other name."""
     entries = [entry for names, entry in TABLES["metrics"].items() if name in names.split(", ")]
     return f" ({name} is {entries[0]} of metrics.jsonl)" if entries else ""
 
 
 def hint_for(name: str, names: Sequence[str] | None = None, same: Sequence[str] = ()) -> str:
-    """Return the text after "no such field; " for another program's name; "" if it is none, or has no place in `names`.
+    """Return the hint after "no such field; " for another program's name; "" if unknown, or without a field in `names`.
 
-    `same` are fields of that name, which are meant rather than a name without a place.
+    `same` are fields of the same name; they take precedence over a name without an equivalent.
     """
     entry = ALL_NAMES.get(name)
     fields = fields_of(entry or "")

@@ -87,17 +87,17 @@ class Config(BaseConfig):
 
     @property
     def requests(self) -> dict[str, str]:
-        """The requested device of each part, the policy first: of `devices`, else the default of its judge's `load`."""
+        """Return each part's requested device, the policy first: that of `devices`, else the default of `load`."""
         return {POLICY: "auto", **{name: default_device(judge) for name, judge in self.judges.items()}, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Names of the judges that use none of this process's devices."""
+        """Return the names of judges that use no device of this process."""
         return tuple(name for name, judge in self.judges.items() if judge.pool)
 
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate: the given one, or a safe one for full training or adapters."""
+        """Return the peak learning rate: the configured one, or a safe one for full training or adapters."""
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]
 
     def _check_rewards(self) -> None:
@@ -144,7 +144,7 @@ class Config(BaseConfig):
 
 
 def find_task(value: Any) -> type:
-    """Return the task class that a value names; UserError if there is none."""
+    """Return the task class named by a value; UserError if there is none."""
     try:
         return TASKS.class_of(value)
     except ValueError as error:

@@ -58,12 +58,12 @@ class LoraSection(Section):
 
     @property
     def used(self) -> bool:
-        """Whether adapters are trained rather than all weights."""
+        """Return whether adapters are trained rather than all weights."""
         return self.rank > 0 or self.path is not None
 
 
 def lora_fields(value: Any) -> Any:
-    """Return the fields of a peft.LoraConfig; of anything else the value."""
+    """Return the fields of a peft.LoraConfig; return any other value unchanged."""
     if type(value).__name__ != "LoraConfig":
         return value
     for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save"):
@@ -102,7 +102,7 @@ class MeshSection(Section):
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """Return the number of devices."""
         return self.fsdp * self.tensor
 
 
@@ -188,7 +188,7 @@ class DataSection(Section):
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Import paths of tools that can be called."""
+        """Return the import paths of the tools."""
         return tuple(tool for tool in self.tools if isinstance(tool, str))
 
 
@@ -226,12 +226,12 @@ class SamplingSection(Section):
 
     @property
     def written_tokens(self) -> int:
-        """Most tokens that the policy writes in one completion, over all turns."""
+        """Return the policy's maximum tokens in one completion, over all turns."""
         return self.turns * self.max_new_tokens
 
     @property
     def stream_tokens(self) -> int:
-        """Most tokens after a prompt: those of the policy and of the observations."""
+        """Return the maximum tokens after a prompt: the policy's and those of observations."""
         return self.written_tokens + (self.turns - 1) * self.max_observation_tokens
 
 
@@ -319,12 +319,12 @@ class AlgorithmSection(Section):
 
     @property
     def learns_values(self) -> bool:
-        """Whether a value head gives the advantages (PPO), rather than the group."""
+        """Return whether advantages come from a value head (PPO) rather than the group."""
         return self.advantage == "gae"
 
     @property
     def compares_groups(self) -> bool:
-        """Whether a completion is compared with the others of its prompt."""
+        """Return whether a completion is compared with the others of its prompt."""
         return self.advantage not in ("gae", "batch", "opd")
 
 
@@ -429,7 +429,7 @@ class RewardSection(Section):
 
     @property
     def called(self) -> str:
-        """Name in metrics."""
+        """Return the name in metrics."""
         return self.label or self.name.rpartition(":")[2]
 
 

@@ -1,5 +1,4 @@
-"""Losses, advantages and their kin: pure functions of arrays, on JAX alone.
+"""Losses, advantages and returns: pure functions of arrays that depend on JAX alone.
 
-An argument of another type than a docstring says (integers where numbers are read, numbers where a mask is) raises a
-TypeError that names it.
+An argument of the wrong type raises a TypeError that names it: integers for floats, or numbers for a bool mask.
 """

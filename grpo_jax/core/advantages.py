@@ -1,9 +1,9 @@
-"""From rewards to advantages: group-relative, leave-one-out, RAFT, MaxRL, GDPO, REINFORCE++, and conditioned rewards.
+"""Advantage estimators: group-relative, leave-one-out, RAFT, MaxRL, GDPO, REINFORCE++; and conditioned rewards.
 
-Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
-in no statistic, and in a sum of objectives the group's mean stands for it (`sum_rewards`). A group without signal
-(all its present rewards equal, or fewer than two present) gives exactly 0, not rounding noise divided by eps.
-Standard deviations are the sample ones; eps is added to them.
+Rewards are `[P, G]`, or `[P, G, N]` before objectives are summed. NaN marks a missing reward. It enters no statistic;
+a sum of objectives replaces it by the group's mean (`sum_rewards`). A group without signal has fewer than two present
+rewards, or equal ones. It gives exactly 0, not rounding noise divided by eps. Standard deviations are sample
+standard deviations plus eps.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from grpo_jax.core.masking import (
 
 
 class Condition(NamedTuple):
-    """Objective `easy` counts only where objective `hard` reaches `threshold`."""
+    """Objective `easy` counts only if objective `hard` reaches `threshold`."""
 
     easy: int  # index of the objective that is conditioned
-    hard: int  # index of the objective it waits for
-    threshold: float  # the least raw reward of `hard` at which `easy` counts
+    hard: int  # index of the objective it depends on
+    threshold: float  # the least raw reward of `hard` for which `easy` counts
 
 
 def _as_rewards(rewards: ArrayLike, ndim: int) -> jax.Array:
@@ -47,7 +47,7 @@ def _as_rewards(rewards: ArrayLike, ndim: int) -> jax.Array:
 
 
 def _signal(rewards: jax.Array) -> jax.Array:
-    """Whether the present rewards of each group differ; `[P, 1]` or `[P, 1, N]`."""
+    """Return whether the present rewards of each group differ, `[P, 1]` or `[P, 1, N]`."""
     present = ~jnp.isnan(rewards)
     lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
     highest = jnp.max(rewards, axis=1, keepdims=True, where=present, initial=-jnp.inf)
@@ -55,31 +55,30 @@ def _signal(rewards: jax.Array) -> jax.Array:
 
 
 def _shifted(rewards: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The smallest present reward of each group, `[P, 1]` or `[P, 1, N]`, and the differences to it.
+    """Return each group's smallest present reward, `[P, 1]` or `[P, 1, N]`, and the differences from it.
 
-    Differences are exact where rewards are close; their mean then loses no digits, and that of equal ones none at
-    all.
+    Differences of close rewards are exact, so their mean loses no digits.
     """
     lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
     return lowest, select(present, rewards - lowest)
 
 
 def group_mean(rewards: jax.Array, present: jax.Array) -> jax.Array:
-    """Mean of each group's present rewards, `[P, 1, N]`; 0 if there are none."""
+    """Return the mean of each group's present rewards, `[P, 1, N]`; 0 if there are none."""
     lowest, shifted = _shifted(rewards, present)
     mean = masked_mean(shifted, present, axis=1, keepdims=True)
     return select(present.any(axis=1, keepdims=True), lowest) + mean
 
 
 def _centred(rewards: jax.Array) -> jax.Array:
-    """Rewards less their group's mean; 0 where missing and in groups without signal."""
+    """Subtract the group's mean; 0 for missing rewards and groups without signal."""
     present = ~jnp.isnan(rewards) & _signal(rewards)
     _, shifted = _shifted(rewards, present)
     return select(present, shifted - masked_mean(shifted, present, axis=1, keepdims=True))
 
 
 def _scaled(rewards: jax.Array, eps: float, axis: int | None) -> jax.Array:
-    """`_centred` rewards over the standard deviation along an axis, or of all."""
+    """Divide `_centred` rewards by the standard deviation along an axis, or of all rewards."""
     present = ~jnp.isnan(rewards)
     scale = binary_scale(rewards, present, axis=axis)
     rewards = rewards / scale
@@ -88,13 +87,12 @@ def _scaled(rewards: jax.Array, eps: float, axis: int | None) -> jax.Array:
 
 
 def group_advantages(rewards: ArrayLike, *, scale: str = "group", eps: float = 1e-4) -> jax.Array:
-    """GRPO's group-relative advantages.
+    """Compute GRPO's group-relative advantages.
 
         A[p, g] = (r[p, g] - mean_g r[p, :]) / (std + eps)
 
-    From DeepSeekMath (https://arxiv.org/abs/2402.03300); without division it is Dr. GRPO's
-    (https://arxiv.org/abs/2503.20783); with the batch's standard deviation, "Lite PPO"'s
-    (https://arxiv.org/abs/2508.08221).
+    From DeepSeekMath (https://arxiv.org/abs/2402.03300). Scale "none" gives Dr. GRPO
+    (https://arxiv.org/abs/2503.20783); scale "batch" gives "Lite PPO" (https://arxiv.org/abs/2508.08221).
 
     Args:
         rewards: `[P, G]`, floating; NaN is missing.
@@ -115,7 +113,7 @@ def group_advantages(rewards: ArrayLike, *, scale: str = "group", eps: float = 1
 
 
 def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
-    """RLOO's advantages: each reward less the mean of its group's other rewards.
+    """Compute RLOO's advantages: each reward minus the mean of its group's other rewards.
 
         A[p, g] = r[p, g] - 1 / (G - 1) · Σ_{h ≠ g} r[p, h]
 
@@ -132,18 +130,18 @@ def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
     """
     rewards = _as_rewards(rewards, 2)
     number = count(~jnp.isnan(rewards), axis=1, keepdims=True, dtype=rewards.dtype)
-    # r_g - mean of the others = n / (n - 1) · (r_g - mean of all)
+    # r_g - mean of the other rewards = n / (n - 1) · (r_g - mean of all)
     return _centred(rewards) * safe_divide(number, jnp.maximum(number - 1, 0))
 
 
 def raft_advantages(rewards: ArrayLike) -> jax.Array:
-    """RAFT's weights: each group's best completion is taught, the others are not (rejection sampling, best-of-n).
+    """Compute RAFT's weights, which train on each group's best completion alone (rejection sampling, best-of-n).
 
-        A[p, g] = 1 / number of the best, for the best of group p; 0 for the others
+        A[p, g] = 1 / number of best completions if g is one of the best of group p, else 0
 
-    From RAFT (https://arxiv.org/abs/2304.06767). On-policy the gradient of `grpo_loss` is then that of `sft_loss` on
-    the best ones; with its clipped ratio it is RAFT++ (https://arxiv.org/abs/2504.11343). RAFT itself teaches groups
-    without signal too.
+    From RAFT (https://arxiv.org/abs/2304.06767). On-policy, the gradient of `grpo_loss` equals that of `sft_loss` on
+    the best completions. With the clipped ratio it is RAFT++ (https://arxiv.org/abs/2504.11343). RAFT itself also
+    trains on groups without signal.
 
     Args:
         rewards: `[P, G]`, floating; NaN is missing.
@@ -161,11 +159,11 @@ def raft_advantages(rewards: ArrayLike) -> jax.Array:
 
 
 def maxrl_advantages(rewards: ArrayLike) -> jax.Array:
-    """MaxRL's advantages: the centred reward over the group's mean, of rewards that are 0 or 1.
+    """Compute MaxRL's advantages: the centred reward divided by the group's mean, for rewards of 0 or 1.
 
         A[p, g] = (r[p, g] - r̄) / r̄,   r̄ = mean_g r[p, :], and 0 if r̄ = 0
 
-    Its expected gradient is that of a truncated log-likelihood of success, so that rare successes weigh more. From
+    Its expected gradient is that of a truncated log-likelihood of success, so rare successes get more weight. From
     "Maximum Likelihood Reinforcement Learning" (https://arxiv.org/abs/2602.02710).
 
     Args:
@@ -182,16 +180,16 @@ def maxrl_advantages(rewards: ArrayLike) -> jax.Array:
 
 
 def distillation_advantages(teacher_logprobs: ArrayLike, logprobs: ArrayLike, mask: ArrayLike) -> jax.Array:
-    """Advantages of on-policy distillation: each token's log ratio of teacher and policy.
+    """Compute the advantages of on-policy distillation: each token's log ratio of teacher to policy.
 
         A[t] = log π_teacher - log π,  a constant to gradients
 
-    The policy gradient with them, summed over tokens that the policy drew, is that of -KL(π ‖ π_teacher), each token
-    by itself (https://arxiv.org/abs/2306.13649; TRL's and verl's k1).
+    Summed over tokens that the policy sampled, the policy gradient is that of the per-token -KL(π ‖ π_teacher)
+    (https://arxiv.org/abs/2306.13649; TRL's and verl's k1).
 
     Args:
         teacher_logprobs: `[.., T]`, floating, of the policy's tokens.
-        logprobs: `[.., T]`, of the policy that is trained.
+        logprobs: `[.., T]`, of the trained policy.
         mask: bool `[.., T]`.
 
     Returns:
@@ -207,15 +205,15 @@ def distillation_advantages(teacher_logprobs: ArrayLike, logprobs: ArrayLike, ma
 
 
 def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps: float = 1e-4) -> jax.Array:
-    """REINFORCE++'s advantages: rewards whitened over the whole batch.
+    """Compute REINFORCE++'s advantages: rewards whitened over the whole batch.
 
         A[p, g] = (c[p, g] - mean(c)) / (std(c) + eps)
 
-    where c is the reward (`centre="batch"`), or the reward less its group's mean (`"group"`, which the paper calls
-    REINFORCE++-baseline). From https://arxiv.org/abs/2501.03262. Each completion has one vote. Under "group" a
-    group without signal gives exactly 0, and its zeros count in the standard deviation, as in `gdpo_advantages`.
+    With `centre="batch"`, c is the reward. With `"group"`, c is the reward minus its group's mean: the paper's
+    REINFORCE++-baseline. From https://arxiv.org/abs/2501.03262. Each completion counts once. Under "group", a group
+    without signal gives exactly 0, and its zeros count in the standard deviation, as in `gdpo_advantages`.
 
-    The paper's reward has a KL penalty at each token; for that form whiten the returns over tokens:
+    The paper's reward has a KL penalty at each token. For that form, whiten the returns over tokens:
     `masked_whiten(discounted_returns(kl_penalised_rewards(…), gamma=1.0, mask=mask), mask)`.
 
     Args:
@@ -238,7 +236,7 @@ def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps:
 
 
 def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives: int, dtype) -> jax.Array:
-    """Weights of the objectives, `[N]`; ones by default. ValueError for another number of them."""
+    """Return the objectives' weights, `[N]`; ones by default. ValueError for another length."""
     if weights is None:
         return jnp.ones(objectives, dtype)
     weights = jnp.asarray(weights, dtype)
@@ -247,12 +245,12 @@ def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives
 
 
 def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
-    """Weighted sum over the objectives, as GRPO wants it.
+    """Return the weighted sum over the objectives, as GRPO uses it.
 
-        s[p, g] = Σ_n w[n] · r'[p, g, n],   r' = r, or if that is missing the mean of r[p, :, n] over those present
+        s[p, g] = Σ_n w[n] · r'[p, g, n],   r' = r, or if r is missing the mean of the present r[p, :, n]
 
-    A reward that failed thus neither punishes nor rewards: 0 in its place would be a reward like any other. What is
-    missing in a whole group adds nothing to any row of it. An objective of weight 0 is as good as absent.
+    A failed reward thus neither punishes nor rewards; 0 would be a reward like any other. An objective that is
+    missing in a whole group adds nothing to its rows. An objective of weight 0 counts as absent.
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.
@@ -279,30 +277,29 @@ def gdpo_advantages(
     whiten: str | None = "sequence",
     mask: ArrayLike | None = None,
 ) -> jax.Array:
-    """GDPO's advantages: each objective is normalised in its group before the objectives are joined.
+    """Compute GDPO's advantages: each objective is normalised in its group before the objectives are summed.
 
         A[p, g] = Σ_n w[n] · (r[p, g, n] - mean_g r[p, :, n]) / (std_g r[p, :, n] + eps)
 
-    and then whitened over the batch, (A - mean) / (std + eps). Different combinations of rewards with the
-    same sum stay different. From "GDPO" (https://arxiv.org/abs/2601.05242). Published implementations differ
-    in what the whitening counts: `whiten="sequence"` gives each completion one vote, `"token"` one for each
-    of its tokens. A row with no reward, and every row of a group without signal in any objective, is 0 and
-    stays 0; the latter's zeros count in the whitening's mean and standard deviation, the former do not.
+    They are then whitened over the batch, (A - mean) / (std + eps). Different combinations of rewards with the same
+    sum stay different. From "GDPO" (https://arxiv.org/abs/2601.05242). Published implementations whiten differently:
+    `whiten="sequence"` counts each completion once, `"token"` counts each of its tokens. A row without any reward is
+    0 and does not count. A row of a group without signal in any objective is 0 too, and its zero counts.
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.
-        weights: `[N]`; ones by default. An objective of weight 0 is as good as absent.
+        weights: `[N]`; ones by default. An objective of weight 0 counts as absent.
         eps: added to the standard deviations.
         whiten: "sequence", "token", or None.
-        mask: bool `[P, G, T]`, the tokens of each completion; needed for "token". Rows without a token take
-            no part in the whitening, and get 0.
+        mask: bool `[P, G, T]`, the tokens of each completion; needed for "token". Rows without a token do not
+            count in the whitening, and get 0.
 
     Returns:
         `[P, G]`, at least float32.
 
     Raises:
-        ValueError: another rank, a group of one, weights of another length, an unknown `whiten`, a mask that is
-            missing or does not fit.
+        ValueError: another rank, a group of one, weights of another length, an unknown `whiten`, a missing mask or
+            one of another shape.
     """
     rewards = _as_rewards(rewards, 3)
     check_choice("whiten", whiten, "sequence", "token", None)
@@ -326,18 +323,18 @@ def gdpo_advantages(
 
 
 def _whitened(x: jax.Array, votes: jax.Array, eps: float, noise: jax.Array) -> jax.Array:
-    """(x - mean) / (std + eps), each place counted `votes` times; 0 if std is within the rounding `noise`."""
+    """Whiten x, (x - mean) / (std + eps), counting each place `votes` times; 0 if std is within rounding `noise`."""
     number = jnp.sum(votes)
     centred = x - safe_divide(jnp.sum(votes * x), number)
     std = jnp.sqrt(safe_divide(jnp.sum(votes * jnp.square(centred)), jnp.maximum(number - 1, 0)))
-    # Objectives that cancel (weights 1 and -1, or opposed rewards) leave rounding; it must not be blown up.
+    # Objectives that cancel (weights 1 and -1, or opposed rewards) leave rounding errors; do not amplify them.
     return safe_divide(centred, jnp.where(std <= noise, 0, std + eps))
 
 
 def groups_without_signal(rewards: ArrayLike) -> jax.Array:
-    """Groups without signal: all present rewards equal, or fewer than two present.
+    """Return the groups without signal: fewer than two present rewards, or equal ones.
 
-    Judged per objective: a group whose summed rewards are equal can still teach GDPO something.
+    The test is per objective: GDPO can still learn from a group whose summed rewards are equal.
 
     Args:
         rewards: `[P, G]` or `[P, G, N]`, floating; NaN is missing.
@@ -355,7 +352,7 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
 
 
 def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[tuple[int, float]]]:
-    """All (hard, threshold) pairs that each easy objective waits for, its chain followed to the end."""
+    """Return all (hard, threshold) pairs that each easy objective depends on, along the whole chain."""
     waits: dict[int, set[tuple[int, float]]] = {}
     for easy, hard, threshold in conditions:
         if not (0 <= easy < objectives and 0 <= hard < objectives):
@@ -372,16 +369,16 @@ def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[t
 
 
 def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> jax.Array:
-    """Count an easy objective only where the hard one it waits for reaches its threshold.
+    """Count an easy objective only if its hard objective reaches the threshold.
 
         r'[p, g, easy] = r[p, g, easy] if r[p, g, hard] ≥ threshold else min(0, lowest present r[p, :, easy])
 
-    For rewards of at least 0 that is the paper's 0. For penalties 0 would be the best value, and missing the condition
-    would pay; the group's lowest value never does.
+    For non-negative rewards this is the paper's 0. For penalties, 0 would be the best value and would reward missing
+    the condition; the group's lowest value never does.
 
-    Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a` counts only
-    where both are reached. An easy objective is missing where it, or any reward its chain asks for, is missing. From
-    "GDPO" (https://arxiv.org/abs/2601.05242).
+    Conditions compare raw rewards. They may form chains: if `a` depends on `b` and `b` on `c`, `a` counts only if
+    both thresholds are reached. An easy objective is missing if its own reward or any reward of its chain is missing.
+    From "GDPO" (https://arxiv.org/abs/2601.05242).
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.

@@ -1,7 +1,7 @@
-"""From values per token to a loss: the denominators, and means that survive being split.
+"""Aggregation of per-token values to a loss, and means that do not depend on the split of a batch.
 
-A loss is a sum over a denominator that belongs to the whole update. A part of the batch, on one device or in one
-micro-batch, sees part of the sum and is given the denominator; then the parts' losses and gradients add up.
+A loss is a sum divided by a denominator of the whole update. A part of the batch, on one device or in one
+micro-batch, computes part of the sum with the whole denominator. The parts' losses and gradients then add up.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from grpo_jax.core.masking import as_mask, check_choice, check_shape, count, mas
 
 
 class Mean(NamedTuple):
-    """A mean on its way: add up the totals and the weights of the parts, then take the value."""
+    """Running mean: add the totals and the weights of the parts, then take the value."""
 
     total: ArrayLike
     weight: ArrayLike
 
     def value(self) -> jax.Array:
-        """total / weight, and 0 if there is no weight."""
+        """Return total / weight, or 0 if the weight is 0."""
         return safe_divide(jnp.asarray(self.total), jnp.asarray(self.weight))
 
 
 class Normaliser(NamedTuple):
-    """Denominators of a whole update, of which a loss call may see a part."""
+    """Denominators of a whole update; a loss call may see only part of it."""
 
     loss: ArrayLike  # divides the aggregated policy loss and KL penalty
     tokens: ArrayLike  # number of tokens, for the entropy bonus, a token mean under every aggregation
@@ -34,11 +34,10 @@ class Normaliser(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedLength:
-    """Aggregation: sum over all tokens / (rows · length), so that long answers weigh by their length.
+    """Aggregation: sum over all tokens / (rows · length), so a completion's weight grows with its length.
 
     Attributes:
-        length: the token budget. None takes the length of the arrays' last axis, which is the budget as long
-            as they are padded to it.
+        length: the token budget. None takes the length of the last axis, which must then be padded to the budget.
     """
 
     length: int | None = None
@@ -50,15 +49,15 @@ Aggregation = str | FixedLength
 def loss_normaliser(
     mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype: DTypeLike = jnp.float32
 ) -> Normaliser:
-    """Denominators of an update, from the mask of all its rows.
+    """Compute the denominators of an update from the mask of all its rows.
 
-    "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a token. Parts
-    of a batch have parts of the denominators: they may also be summed over devices.
+    "sequence" counts rows, "token" counts tokens, and `FixedLength(n)` counts rows times n. A row counts if its mask
+    has a token. Denominators of the parts of a batch may be summed, over devices for example.
 
     Args:
         mask: bool `[.., T]`.
         aggregation: as in `grpo_loss`.
-        dtype: type of the result.
+        dtype: dtype of the result.
 
     Raises:
         ValueError: an unknown aggregation.
@@ -74,7 +73,7 @@ def loss_normaliser(
 def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus: bool) -> Normaliser:
     """Check the caller's normaliser; return `local` if there is none.
 
-    ValueError for an array, or a scalar where an entropy `bonus` needs the number of tokens too.
+    ValueError for an array of another rank, or for a scalar if an entropy `bonus` also needs the number of tokens.
     """
     if normaliser is None:
         return local
@@ -88,7 +87,7 @@ def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus
 
 
 def aggregate(values: jax.Array, mask: jax.Array, aggregation: Aggregation) -> jax.Array:
-    """The loss's numerator of `values` `[.., T]`, to be divided by `Normaliser.loss`."""
+    """Return the numerator of the loss for `values` `[.., T]`; the denominator is `Normaliser.loss`."""
     if aggregation == "sequence":
         return jnp.sum(masked_mean(values, mask, axis=-1))
     return jnp.sum(select(mask, values))

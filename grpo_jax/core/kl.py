@@ -1,4 +1,4 @@
-"""Distance from a reference policy: estimators of the KL divergence, and the penalty that a loss adds."""
+"""KL divergence from a reference policy: its estimators and the penalty in the loss."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """Penalty on the distance from a reference policy, aggregated as the policy loss is.
+    """Penalty on the KL divergence from a reference policy, aggregated like the policy loss.
 
     Attributes:
-        coef: its weight.
-        estimator: "k1", "k2" or "k3". Uncorrected and on-policy, the expected gradient of k1 is 0, that of k2 is the
-            gradient of KL(π ‖ π_ref), and that of k3 is the gradient of KL(π_ref ‖ π).
+        coef: weight of the penalty.
+        estimator: "k1", "k2" or "k3". Uncorrected and on-policy, the expected gradient of k1 is 0. That of k2 is the
+            gradient of KL(π ‖ π_ref), and that of k3 the gradient of KL(π_ref ‖ π).
         corrected: multiplies by the token's ratio, whose gradient makes the estimate unbiased off-policy too
             (https://arxiv.org/abs/2512.02556, section 3.1).
         straight_through: the value of the estimator with the gradient of k2, which is right on-policy (verl's
@@ -38,7 +38,7 @@ class KLPenalty:
             )
 
     def per_token(self, logprobs: jax.Array, old_logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-        """The penalty at each token, without the weight; all arguments of one shape."""
+        """Return the penalty at each token, without the weight; all arguments have one shape."""
         estimate = kl_divergence(logprobs, ref_logprobs, estimator=self.estimator)
         if self.corrected:
             return estimate * jnp.exp(logprobs - old_logprobs)
@@ -49,14 +49,14 @@ class KLPenalty:
 
 
 def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: str = "k3") -> jax.Array:
-    """Estimate KL(policy ‖ reference) from the log-probabilities of tokens that the policy drew.
+    """Estimate KL(policy ‖ reference) from the log-probabilities of tokens that the policy sampled.
 
     With d = log π_ref - log π:
 
         k1 = -d,  k2 = d² / 2,  k3 = exp(d) - d - 1
 
-    k1 and k3 are unbiased values, k3 never negative and, near the reference, with less variance
-    (http://joschu.net/blog/kl-approx.html). Their gradients are another matter: see `KLPenalty`.
+    The values of k1 and k3 are unbiased. k3 is never negative and has less variance near the reference
+    (http://joschu.net/blog/kl-approx.html). For their gradients see `KLPenalty`.
 
     Args:
         logprobs: any shape, floating.

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens from hidden states, never holding all logits.
+"""Log-probabilities and entropies of tokens from hidden states, without all logits in memory.
 
 Logits of a whole batch, `[.., T, V]`, are usually the largest array of a training step. Here a scan takes
-`chunk_size` tokens at a time and a custom gradient computes their logits again, so that memory is that of one
-chunk's logits however many tokens there are.
+`chunk_size` tokens at a time, and a custom gradient recomputes their logits. Memory is that of one chunk's logits,
+however many tokens there are.
 """
 
 import math
@@ -28,27 +28,27 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each token, and entropy of the distribution it was drawn from.
+    """Compute the log-probability of each token and the entropy of its distribution.
 
         p = softmax(hidden · headᵀ / temperature) over the allowed tokens
         logprobs = log p[token],  entropy = -Σ_v p[v] log p[v]
 
-    With a softcap each product z of hidden and head is cap · tanh(z / cap).
+    With a softcap, each logit z becomes cap · tanh(z / cap) before the division.
 
-    Both are differentiable with respect to `hidden` and `head`. Products are taken in `hidden`'s type and
-    accumulated in at least float32. A token that is not allowed has log-probability -inf. A position whose
-    cotangents are 0 (masked in the loss) adds exactly nothing to the gradients, whatever its state holds.
+    Both are differentiable with respect to `hidden` and `head`. Products have `hidden`'s dtype and accumulate in at
+    least float32. A token that is not allowed has log-probability -inf. A position whose cotangents are 0 (masked in
+    the loss) adds exactly 0 to the gradients, even if its hidden state is not finite.
 
     Args:
         hidden: `[.., T, D]`, floating: the states that predict the tokens.
         head: `[V, D]`, floating: the unembedding.
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        allowed_tokens: bool `[V]`; all by default. Or a tree of texts and the node before each token, int `[.., T]`
-            (`trie.walk`), whose children are allowed. Or None and the tokens themselves, int `[.., T, K]`, -1 for none,
-            as a sampler kept them. Where no token is allowed, the log-probability is -inf and the entropy 0.
-        softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
-        chunk_size: how many tokens' logits are held at once.
+        allowed_tokens: bool `[V]`; all by default. Or a trie and the node before each token, int `[.., T]`
+            (`trie.walk`), whose children are allowed. Or None and the tokens that the sampler kept, int `[.., T, K]`,
+            padded with -1. If no token is allowed, the log-probability is -inf and the entropy 0.
+        softcap: cap of the logits (Gemma 2, arXiv:2408.00118); None for none.
+        chunk_size: number of tokens whose logits are held at once.
 
     Returns:
         (logprobs, entropy), both `[.., T]`, float32 (float64 if `hidden` is).
@@ -67,14 +67,14 @@ def token_logprobs(
     padding = chunks * chunk - number
 
     def split(x: jax.Array) -> jax.Array:
-        # A chunk takes every chunks-th token: where prompts lie on several devices, each has its share of every chunk.
+        # A chunk takes every chunks-th token: if prompts are sharded, each device has its share of every chunk.
         x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
         return x.reshape(chunk, chunks, *x.shape[1:])
 
     allowed: Any = allowed_tokens
     if isinstance(allowed_tokens, tuple):
         allowed = allowed_tokens[0], split(jnp.asarray(allowed_tokens[1]))
-    # The gradient is traced later: it takes its products as precisely as the context of this call asks.
+    # The gradient is traced later; it uses the matmul precision of this call's context.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue] made at run time
     scaling = float(temperature) or 1.0, softcap, precision
     outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, scaling)
@@ -83,7 +83,7 @@ def token_logprobs(
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
-    """Logits drawn towards a cap, cap · tanh(logits / cap); as they are without one."""
+    """Apply the softcap, cap · tanh(logits / cap), if there is one."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
@@ -97,12 +97,12 @@ def _check(hidden, head, tokens, temperature) -> None:
 
 
 def wide(dtype) -> type[jnp.floating]:
-    """The type that products of states are summed in: float64 for float64, else float32."""
+    """Return the accumulation dtype of products of hidden states: float64 for float64, else float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _allowed_at(allowed, index, vocabulary):
-    """Allowed tokens of one chunk: None, bool [V], or bool [C, V] of the children of its nodes, or of tokens kept."""
+    """Return one chunk's allowed tokens: None, bool [V], or bool [C, V] of its nodes' children or the kept tokens."""
     if not isinstance(allowed, tuple):
         return allowed
     trie, nodes = allowed[0], allowed[1][:, index]
@@ -136,7 +136,7 @@ def _forward(hidden, head, tokens, allowed, scaling):
         states, ids, here = hidden[:, index], tokens[:, index], _allowed_at(allowed, index, len(head))
         logits = _logits(states, weights, here, scaling)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        if isinstance(allowed, tuple):  # where nothing is allowed: not the NaN of -inf less -inf
+        if isinstance(allowed, tuple):  # avoid the NaN of -inf - -inf if nothing is allowed
             normaliser = jnp.where(here.any(-1), normaliser, 0)
         chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
         probabilities = jnp.exp(logits - normaliser[:, None])
@@ -176,7 +176,7 @@ def _backward(scaling, residuals, cotangents):
             gradient *= 1 - bent * bent
         gradient = gradient.astype(hidden.dtype)
         state_gradient = product("cv,vd->cd", gradient, weights)
-        # Summed as its transpose: on CPU the product of a tall left side is half as fast.
+        # Sum the transpose: on CPU a product with a tall left side is half as fast.
         if states.dtype == jnp.bfloat16:
             head_gradient += jax.lax.platform_dependent(states, gradient, cpu=narrow_outer, default=outer)
         else:
@@ -201,21 +201,21 @@ def tree_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each token, and entropy of the distribution it was drawn from, over a tree of texts.
+    """Compute the log-probability of each token and the entropy of its distribution under a trie.
 
-        p = softmax(hidden · headᵀ / temperature) over the children of the node that the tokens before lead to
+        p = softmax(hidden · headᵀ / temperature) over the children of the node that the previous tokens lead to
 
-    The values of `token_logprobs` with the tree and its nodes, for less work where all nodes below the root are narrow:
-    the whole vocabulary is then scored once for each prompt, at the first token, and only the children's rows of the
-    head after it.
+    The values equal those of `token_logprobs` with the trie. The work is less if all nodes below the root are narrow.
+    The first token of each prompt scores the whole vocabulary once; later tokens score only the head's rows of the
+    children.
 
     Args:
-        hidden: `[P, G, T, D]`, floating: the states that predict the tokens; of a prompt's G first ones, which all
-            follow the prompt, the first stands for all.
+        hidden: `[P, G, T, D]`, floating: the states that predict the tokens. The first states of a prompt's G
+            completions are equal, and only the first of them is read.
         head: `[V, D]`, floating: the unembedding.
-        tokens: int `[P, G, T]`, from the root; -inf and 0 from where they leave the tree, or are past a text's end.
-        trie: The texts.
-        below: At least as many children as any node below the root has (`trie.widest_below`).
+        tokens: int `[P, G, T]`, from the root; log-probability -inf and entropy 0 once they leave the trie.
+        trie: The allowed completions.
+        below: Upper bound of the number of children of any node below the root (`trie.widest_below`).
         temperature: Divides the logits; 0 counts as 1.
         softcap: As of `token_logprobs`.
 
@@ -233,7 +233,7 @@ def tree_logprobs(
 
 
 def _at_the_root(hidden, head, tokens, trie: Trie, temperature: float, softcap: float | None):
-    """Log-probability and entropy of the first tokens [P, G] after states [P, D]: both [P, G, 1]."""
+    """Return log-probability and entropy of the first tokens [P, G] after states [P, D], both [P, G, 1]."""
     logits = jnp.einsum("pd,vd->pv", hidden, head.astype(hidden.dtype), preferred_element_type=wide(hidden.dtype))
     exists = children(trie, jnp.int32(ROOT))
     logits = jnp.where(exists, capped(logits, softcap) / (temperature or 1.0), -jnp.inf)
@@ -244,10 +244,10 @@ def _at_the_root(hidden, head, tokens, trie: Trie, temperature: float, softcap: 
 
 
 def _among_few(hidden, head, tokens, trie: Trie, nodes, below: int, temperature: float, softcap: float | None):
-    """The same at narrow nodes, over their first `below` children."""
+    """Return the same at narrow nodes, over their first `below` children."""
     listed, exists = (x[..., :below] for x in narrow_children(trie, nodes))
     chosen = exists & (listed == tokens[..., None])
-    if below == 1:  # an only child is certain: no state is looked at
+    if below == 1:  # an only child has probability 1, whatever the state
         certain = jnp.where(chosen[..., 0], 0.0, -jnp.inf).astype(wide(hidden.dtype))
         return certain, jnp.zeros_like(certain)
     rows = head.astype(hidden.dtype)[jnp.where(exists, listed, 0)]

@@ -1,9 +1,8 @@
 """Policy losses on token log-probabilities, composed of independent choices.
 
-`grpo_loss` takes a surrogate, a ratio level, an aggregation, a KL penalty and an entropy bonus; `PRESETS`
-names the combinations that papers describe. Losses are sums over a denominator that belongs to the whole
-update (`loss_normaliser`), and metrics are `Mean`s that travel as (total, weight): the parts of a batch add
-up to the batch, however it is split.
+`grpo_loss` takes a surrogate, a ratio level, an aggregation, a KL penalty and an entropy bonus. `PRESETS` names the
+combinations that papers describe. A loss is a sum divided by a denominator of the whole update (`loss_normaliser`),
+and a metric is a `Mean`, (total, weight). The parts of a batch therefore add up to the batch, however it is split.
 """
 
 from typing import Any, NamedTuple
@@ -27,20 +26,20 @@ from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, Diverge
 
 
 class GRPOMetrics(NamedTuple):
-    """Metrics of one `grpo_loss` call; every member a `Mean` over tokens, so that parts of a batch add up."""
+    """Metrics of one `grpo_loss` call; each is a `Mean` over tokens, so the parts of a batch add up."""
 
     policy_loss: Mean  # the aggregated surrogate, without KL and entropy
-    kl: Mean  # estimate of the distance from the reference; weight 0 without one
+    kl: Mean  # estimated KL divergence from the reference; weight 0 without a reference
     entropy: Mean  # weight 0 when not given
-    ratio: Mean  # probability under the policy over that under the old one
-    old_kl: Mean  # k3 estimate of the distance from the old policy
+    ratio: Mean  # π / π_old
+    old_kl: Mean  # k3 estimate of the KL divergence from the old policy
     clip_low: Mean  # share of tokens whose gradient the lower bound stops
     clip_high: Mean  # share of tokens whose gradient (or weight) the upper bound stops
     advantage: Mean
 
 
 class EntropyControl(NamedTuple):
-    """Entropy coefficients, scalars: the one that moves, and the one that the next update uses."""
+    """Entropy coefficients, scalars: the adaptive one, and the one of the next update."""
 
     coef: jax.Array
     applied: jax.Array
@@ -56,14 +55,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, https://arxiv.org/abs/2402.03300. Mean over rows of each row's mean over its tokens. Its
     # experiments add a KL penalty of 0.04 (k3).
     "grpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "sequence"},
-    # Dr. GRPO, https://arxiv.org/abs/2503.20783. Sum over tokens / (rows · token budget), so that neither
-    # length nor a group's spread (advantage scale "none") biases the gradient.
+    # Dr. GRPO, https://arxiv.org/abs/2503.20783. Sum over tokens / (rows · token budget): neither length
+    # nor the group's standard deviation (advantage scale "none") biases the gradient.
     "dr_grpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": FixedLength()},
-    # DAPO, https://arxiv.org/abs/2503.14476. Sum over tokens / tokens of the whole update; the upper bound
-    # higher.
+    # DAPO, https://arxiv.org/abs/2503.14476. Sum over tokens / tokens of the whole update; a higher upper
+    # bound ("clip higher").
     "dapo": {"surrogate": Clip(0.2, 0.28), "ratio": "token", "aggregation": "token"},
-    # BNPO, the name TRL gives to a token mean after https://arxiv.org/abs/2506.02864. Its denominator is
-    # there the tokens of one micro-batch; here it is the update's, so only the bounds tell it from DAPO.
+    # BNPO, TRL's name for a token mean after https://arxiv.org/abs/2506.02864. TRL divides by the tokens of
+    # one micro-batch, this project by those of the update: only the bounds differ from DAPO's.
     "bnpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "token"},
     # GSPO, https://arxiv.org/abs/2507.18071. One length-normalised ratio per row; mean over rows.
     "gspo": {"surrogate": Clip(3e-4, 4e-4), "ratio": "sequence", "aggregation": "sequence"},
@@ -72,7 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
-    # DPPO, https://arxiv.org/abs/2602.04879. Its Binary-TV mask with the bound of verl's recipe; sum over tokens /
+    # DPPO, https://arxiv.org/abs/2602.04879. The Binary-TV mask with the bound of verl's recipe. Sum over tokens /
     # tokens of the whole update.
     "dppo_tv": {"surrogate": DivergenceMask(0.15, 0.15), "ratio": "token", "aggregation": "token"},
     # DRPO, https://arxiv.org/abs/2606.09821, section 4. Sum over tokens / tokens of the whole update.
@@ -88,19 +87,19 @@ _Prepared = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, 
 
 
 def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax.Array:
-    """log π - log π_old: `[.., T]`, or `[.., 1]` for one ratio per row."""
+    """Return log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
     log_ratio = select(mask, logprobs - old_logprobs)
     if ratio == "token":
         return log_ratio
     mean = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
     if not per_token:
         return mean
-    # GSPO-token: the row's ratio as a value, each token's own gradient, so that its own advantage weighs it.
+    # GSPO-token: the value is the row's ratio, the gradient is the token's own and gets the token's advantage.
     return select(mask, jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs))
 
 
 def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) -> _Prepared:
-    """Check shapes and types, and take masked values out of everything."""
+    """Check shapes and dtypes, and replace masked values everywhere."""
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
 
@@ -120,7 +119,7 @@ def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) ->
 
 
 def _as_token_weights(weights, mask, dtype) -> jax.Array:
-    """The weights as constants, 0 where the mask is False."""
+    """Return the weights as constants, 0 where the mask is False."""
     weights = jnp.asarray(weights)
     if weights.dtype != jnp.bool_:
         weights = as_float("token_weights", weights)
@@ -129,7 +128,7 @@ def _as_token_weights(weights, mask, dtype) -> jax.Array:
 
 
 def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
-    """Refuse choices that do not fit together; return whether there is an entropy bonus."""
+    """Refuse incompatible choices; return whether there is an entropy bonus."""
     check_choice("ratio", ratio, "token", "sequence")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
     if kl is not None and ref_logprobs is None:
@@ -140,7 +139,7 @@ def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
 
 
 def _metrics(log_ratio, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropy) -> GRPOMetrics:
-    """Token means; the policy loss is the caller's to fill in."""
+    """Compute the token means; the caller fills in the policy loss."""
     tokens = count(mask, dtype=log_ratio.dtype)
     nothing = Mean(jnp.zeros_like(tokens), jnp.zeros_like(tokens))
 
@@ -179,38 +178,38 @@ def grpo_loss(
     entropy_coef: float = 0.0,
     token_weights: ArrayLike | None = None,
 ) -> tuple[jax.Array, GRPOMetrics]:
-    """Policy loss of GRPO and its relatives.
+    """Compute the policy loss of GRPO and its variants.
 
         loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
-    with ρ = π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach `logprobs` and
-    `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with nothing left
-    the loss and its gradient are 0. For a part of an update give the whole update's `normaliser`: the losses and
+    The ratio ρ is π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach only `logprobs`
+    and `entropy`. Masked tokens and rows without tokens have no influence, even if they hold NaN; if nothing remains,
+    the loss and its gradient are 0. For a part of an update, pass the whole update's `normaliser`: the losses and
     gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
 
     Args:
         logprobs: `[.., T]`, floating.
-        old_logprobs: `[.., T]`, of the policy that drew the tokens.
+        old_logprobs: `[.., T]`, of the policy that sampled the tokens.
         advantages: `[..]`, or `[.., T]`.
         mask: bool `[.., T]`.
         surrogate: `Clip`, `CappedWeight`, `SoftGate`, `DivergenceMask` or `DivergencePenalty`.
         ratio: "token" or "sequence".
         aggregation: "sequence" (mean of row means), "token" (mean over tokens) or `FixedLength(n)`.
-        normaliser: `loss_normaliser` of the whole update; that of the given mask by default. A scalar (its
-            `loss`) will do without an entropy bonus.
+        normaliser: `loss_normaliser` of the whole update; that of the given mask by default. Without an entropy
+            bonus, a scalar (its `loss`) is enough.
         kl: penalty, which needs `ref_logprobs`.
-        ref_logprobs: `[.., T]`; without a penalty they are only measured.
-        entropy: `[.., T]`; without a coefficient it is only measured.
+        ref_logprobs: `[.., T]`; without a penalty they only enter the metrics.
+        entropy: `[.., T]`; without a coefficient it only enters the metrics.
         entropy_coef: weight of the entropy bonus.
-        token_weights: w, `[.., T]` or `[.., 1]`, floating or bool; ones by default. Multiplies the policy term
-            alone: penalty, bonus, denominators and metrics but `policy_loss` do not see it. For
-            `high_entropy_mask` and `importance_weights`.
+        token_weights: w, `[.., T]` or `[.., 1]`, floating or bool; ones by default. Only the policy term and the
+            metric `policy_loss` use them, not the penalty, the bonus or the denominators. For `high_entropy_mask`
+            and `importance_weights`.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown choice, a penalty without `ref_logprobs`, a bonus
+        ValueError: shapes that do not match, an unknown choice, a penalty without `ref_logprobs`, a bonus
             without `entropy`.
     """
     bonus = _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef)
@@ -254,16 +253,16 @@ def adapt_entropy_coef(
 
         coef ← clip(coef + delta if entropy ≤ target else coef - delta, low, high)
 
-    The next update applies it if entropy ≤ target, and 0 otherwise; the first update applies 0. From Skywork-OR1
+    The next update applies it if entropy ≤ target, else 0. The first update applies 0. From Skywork-OR1
     (https://arxiv.org/abs/2505.22312), as TRL 1.16's `use_adaptive_entropy`.
 
     Args:
         control: the coefficients of this update.
         entropy: scalar, the update's mean over tokens, in nats.
-        target: the entropy to keep up.
-        delta: the step of the coefficient.
-        low: its least value.
-        high: its greatest value.
+        target: the entropy to maintain.
+        delta: step of the coefficient.
+        low: lower bound of the coefficient.
+        high: upper bound of the coefficient.
     """
     short = entropy <= target
     coef = jnp.clip(control.coef + jnp.where(short, delta, -delta), low, high)
@@ -273,7 +272,7 @@ def adapt_entropy_coef(
 def sft_loss(
     logprobs: ArrayLike, mask: ArrayLike, *, normaliser: Normaliser | ArrayLike | None = None
 ) -> tuple[jax.Array, SFTMetrics]:
-    """Supervised loss: -mean over tokens of log π.
+    """Compute the supervised loss: the mean over tokens of -log π.
 
     Args:
         logprobs: `[.., T]`, floating.

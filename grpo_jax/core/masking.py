@@ -1,7 +1,7 @@
-"""Masked statistics, and the one rule for an empty mask: a statistic of nothing is 0.
+"""Masked statistics; under an empty mask every statistic is 0.
 
-Masked values (NaN and inf included) reach neither a value nor a gradient: they are replaced before any arithmetic, so
-that no cotangent is ever multiplied by them.
+Masked values (NaN and inf included) reach neither a value nor a gradient. They are replaced before any arithmetic, so
+no cotangent is ever multiplied by them.
 """
 
 import jax
@@ -17,8 +17,8 @@ def as_float(
     """Return `value` as an array of at least float32 (float64 stays float64).
 
     Raises:
-        TypeError: it is not of a floating type.
-        ValueError: it has not `ndim` axes, or another shape.
+        TypeError: the dtype is not floating.
+        ValueError: the number of axes is not `ndim`, or the shape is another one.
     """
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -39,38 +39,38 @@ def as_mask(name: str, value: ArrayLike, shape: tuple[int, ...] | None = None) -
 
 
 def check_shape(name: str, array: jax.Array, *shapes: tuple[int, ...] | None) -> None:
-    """Raise ValueError for an array of none of the shapes, which might broadcast to a wrong result; None allows all."""
+    """Raise ValueError unless the array has one of the shapes: broadcasting might hide a mistake. None allows all."""
     if None not in shapes and array.shape not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {array.shape}")
 
 
 def check_choice(name: str, value: str | None, *choices: str | None) -> None:
-    """Raise ValueError for a value that is none of the choices."""
+    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def safe_divide(numerator: ArrayLike, denominator: ArrayLike) -> jax.Array:
-    """Quotient that is 0, with gradient 0, where the denominator is 0."""
+    """Return the quotient, or 0 with gradient 0 where the denominator is 0."""
     empty = jnp.equal(denominator, 0)
     return jnp.where(empty, 0, numerator / jnp.where(empty, 1, denominator))
 
 
 def select(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` where the mask is True and 0 elsewhere; use it before the arithmetic, not after."""
+    """Return `x` where the mask is True, else 0; use it before the arithmetic, not after."""
     return jnp.where(mask, x, 0)
 
 
 def count(mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, dtype=jnp.float32) -> jax.Array:
-    """Number of True places, as a float."""
+    """Return the number of True places as a float."""
     return jnp.sum(mask, axis=axis, keepdims=keepdims, dtype=dtype)
 
 
 def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False) -> jax.Array:
-    """Mean of `x` over the places where `mask` is True; 0 if there are none.
+    """Return the mean of `x` where `mask` is True; 0 under an empty mask.
 
     Args:
-        x: array of a floating type.
+        x: floating array.
         mask: bool, broadcastable against `x`.
         axis: axes to reduce; all of them by default.
         keepdims: keeps the reduced axes with length 1.
@@ -83,7 +83,7 @@ def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: b
 def binary_scale(x: jax.Array, mask: jax.Array, *, axis: Axis = None) -> jax.Array:
     """Return the power of two next to the largest |x| under the mask, reduced axes kept; a constant to gradients.
 
-    Divide by it before squaring: the division is exact, and squares of the quotients neither overflow nor vanish.
+    Divide by it before squaring: the division is exact, and the squares neither overflow nor underflow.
     """
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, where=mask, initial=0)
     bound = jnp.finfo(x.dtype).maxexp - 2  # the scale and its inverse are normal numbers
@@ -92,13 +92,13 @@ def binary_scale(x: jax.Array, mask: jax.Array, *, axis: Axis = None) -> jax.Arr
 
 
 def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1) -> jax.Array:
-    """Standard deviation of `x` over the places where `mask` is True.
+    """Return the standard deviation of `x` where `mask` is True.
 
-    Exactly 0 (and gradient 0) where the values are all equal or there are not more than `ddof` of them; a plain
-    formula gives rounding noise there, and dividing by noise makes signal of nothing.
+    It is exactly 0, with gradient 0, if all values are equal or there are at most `ddof` of them. A plain formula
+    gives rounding noise there, and division by noise would invent signal.
 
     Args:
-        x: array of a floating type.
+        x: floating array.
         mask: bool, broadcastable against `x`.
         axis: axes to reduce; all of them by default.
         keepdims: keeps the reduced axes with length 1.
@@ -108,8 +108,8 @@ def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bo
     lowest = jnp.min(x, axis=axis, keepdims=True, where=mask, initial=jnp.inf)
     highest = jnp.max(x, axis=axis, keepdims=True, where=mask, initial=-jnp.inf)
     number = count(mask, axis=axis, keepdims=True, dtype=x.dtype)
-    varies = (lowest != highest) & (number > ddof)  # true for a NaN too, which must not become a quiet 0
-    # Deviations are taken from the smallest value first: 1000.1, 1000.2, ... would lose digits in their mean.
+    varies = (lowest != highest) & (number > ddof)  # true for NaN too: it must not silently become 0
+    # Subtract the smallest value first: the mean of 1000.1, 1000.2, ... would lose digits.
     scale = binary_scale(x, mask, axis=axis)
     shifted = select(mask & varies, x / scale - jax.lax.stop_gradient(select(varies, lowest / scale)))
     deviation = select(mask, shifted - masked_mean(shifted, mask, axis=axis, keepdims=True))
@@ -120,7 +120,7 @@ def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bo
 
 
 def masked_whiten(x: jax.Array, mask: jax.Array, *, axis: Axis = None, eps: float = 1e-4) -> jax.Array:
-    """(x - mean) / (std + eps) over the True places, 0 at the others and where all values are equal."""
+    """Return (x - mean) / (std + eps) where the mask is True; 0 elsewhere, and if all values are equal."""
     mask = jnp.broadcast_to(mask, x.shape)
     scale = binary_scale(x, mask, axis=axis)
     x, eps_scaled = x / scale, eps / scale

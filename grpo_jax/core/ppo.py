@@ -1,4 +1,4 @@
-"""PPO's losses: the clipped policy loss with an advantage per step, and the clipped value loss."""
+"""PPO's losses: the clipped policy loss with per-step advantages, and the clipped value loss."""
 
 from typing import NamedTuple
 
@@ -13,26 +13,26 @@ from grpo_jax.core.surrogates import Clip
 
 
 class ValueMetrics(NamedTuple):
-    """Metrics of one `value_loss` call; every member a `Mean` over steps, so that parts of a batch add up."""
+    """Metrics of one `value_loss` call; each is a `Mean` over steps, so the parts of a batch add up."""
 
     loss: Mean
-    clip_fraction: Mean  # share of steps at which the clipped error is the larger one, which stops the gradient
+    clip_fraction: Mean  # share of steps whose clipped error is the larger one, which stops the gradient
     value: Mean  # the predictions
     target: Mean  # the returns
-    error: Mean  # return less prediction
+    error: Mean  # return - prediction
     squared_target: Mean
     squared_error: Mean
 
     def explained_variance(self) -> jax.Array:
-        """1 - Var(return - prediction) / Var(return): 1 is perfect, 0 no better than a constant.
+        """Return 1 - Var(return - prediction) / Var(return): 1 is perfect, 0 no better than a constant.
 
-        0 if the returns do not vary beyond rounding.
+        It is 0 if the returns vary only by rounding.
         """
         error, target = self.error.value(), self.target.value()
         of_target = self.squared_target.value() - jnp.square(target)
         of_error = self.squared_error.value() - jnp.square(error)
         noise = 8 * jnp.finfo(of_target.dtype).eps * self.squared_target.value()
-        varies = ~(of_target <= noise)  # true for a NaN too, which must not become a quiet 0
+        varies = ~(of_target <= noise)  # true for NaN too: it must not silently become 0
         return jnp.where(varies, 1 - safe_divide(of_error, jnp.where(varies, of_target, 0)), 0)
 
 
@@ -51,29 +51,29 @@ def ppo_loss(
     entropy_coef: float = 0.0,
     token_weights: ArrayLike | None = None,
 ) -> tuple[jax.Array, GRPOMetrics]:
-    """PPO's clipped policy loss (https://arxiv.org/abs/1707.06347).
+    """Compute PPO's clipped policy loss (https://arxiv.org/abs/1707.06347).
 
         loss = -mean over steps of min(ρ A, clip(ρ, 1 - low, 1 + high) A) - entropy_coef · mean entropy
 
-    It is `grpo_loss` with a clip, token ratios and a token mean: what makes PPO is where the advantages come
-    from (`gae_advantages`). They are taken as they are: normalise them before, over a batch or a minibatch, with
-    `masking.masked_whiten`. PPO's distance from a reference is in its rewards (`kl_penalised_rewards`). The arguments
-    that are not named below are those of `grpo_loss`.
+    It is `grpo_loss` with a clip, token ratios and a token mean; only the source of the advantages differs
+    (`gae_advantages`). This loss does not normalise them: call `masking.masked_whiten` first, over a batch or a
+    minibatch. PPO's KL penalty is part of its rewards (`kl_penalised_rewards`). For arguments that are not listed
+    here see `grpo_loss`.
 
     Args:
         logprobs: `[.., T]`, floating.
         old_logprobs: `[.., T]`, of the policy that acted.
         advantages: `[.., T]`, or `[..]`.
         mask: bool `[.., T]`.
-        clip_low: how far below 1 the ratio pays.
-        clip_high: how far above 1.
-        dual_clip: bound of the ratio where the advantage is negative, as in `Clip`.
+        clip_low: clipping range of the ratio below 1.
+        clip_high: clipping range above 1.
+        dual_clip: upper bound of the ratio for negative advantages, as in `Clip`.
 
     Returns:
-        (loss, metrics); the loss a scalar of at least float32. `metrics.old_kl` is what others call approx_kl.
+        (loss, metrics); the loss is a scalar of at least float32. `metrics.old_kl` is also known as approx_kl.
 
     Raises:
-        ValueError: shapes that do not fit, a bonus without `entropy`.
+        ValueError: shapes that do not match, a bonus without `entropy`.
     """
     return grpo_loss(
         logprobs,
@@ -99,24 +99,24 @@ def value_loss(
     clip: float | None = 0.2,
     normaliser: Normaliser | ArrayLike | None = None,
 ) -> tuple[jax.Array, ValueMetrics]:
-    """PPO's clipped value loss, as in OpenAI's baselines.
+    """Compute PPO's clipped value loss, as in OpenAI's baselines.
 
         V' = clip(V, V_old - clip, V_old + clip)
         loss = 1/2 · mean over steps of max((V - R)², (V' - R)²)
 
-    Gradients reach `values` alone. Steps whose clipped error is the larger one get none: the prediction has moved
-    enough. The half is in; multiply by a value coefficient outside.
+    Gradients reach only `values`. A step whose clipped error is the larger one gets no gradient. The factor 1/2 is
+    included; the caller multiplies by the value coefficient.
 
     Args:
         values: `[..]`, floating: the predictions.
-        old_values: the same shape, the predictions when the returns were made; None will do without a clip.
+        old_values: the same shape, the predictions at rollout time; may be None without a clip.
         returns: the same shape, `gae_advantages(…) + values[..., :-1]`.
         mask: bool of the same shape.
-        clip: how far a prediction may move, in the units of the returns; None does not clip.
+        clip: largest change of a prediction, in the units of the returns; None does not clip.
         normaliser: the whole update's number of steps, or its `loss_normaliser`; that of the mask by default.
 
     Returns:
-        (loss, metrics); the loss a scalar of at least float32.
+        (loss, metrics); the loss is a scalar of at least float32.
 
     Raises:
         ValueError: shapes that differ, a clip without `old_values`.
@@ -138,7 +138,7 @@ def value_loss(
     if clip is not None:
         old = constant("old_values", old_values)
         bounded = jnp.square(jnp.clip(predicted, old - clip, old + clip) - target)
-        # Where both are equal the prediction is within its bounds, and so are the gradients.
+        # If both are equal, the prediction is within its bounds and keeps its gradient.
         clipped = bounded > squared
         per_step = 0.5 * jnp.where(clipped, bounded, squared)
     else:
@@ -149,7 +149,7 @@ def value_loss(
 
 
 def _value_metrics(total, clipped, values, returns, mask) -> ValueMetrics:
-    """Means over steps of arrays that are 0 where the mask is False."""
+    """Compute means over steps of arrays that are 0 where the mask is False."""
     steps = count(mask, dtype=values.dtype)
 
     def mean(x):

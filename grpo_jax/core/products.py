@@ -1,7 +1,7 @@
-"""Products of matrices whose factors are rounded to bfloat16 and whose sums are float32, as CPUs take them fast.
+"""Matrix products with bfloat16 factors and float32 accumulation, in the form that is fast on CPUs.
 
-XLA's CPU compiler has them where a product's result is float32 and its left factor is not transposed; else it
-multiplies in float32. A product that it joins with a transposition later on could not run: barriers keep them apart.
+XLA's CPU compiler has fast kernels if the result is float32 and the left factor is not transposed; else it multiplies
+in float32. A product that XLA later fuses with a transposition cannot run, so barriers keep them apart.
 """
 
 import jax
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 
 def narrow_dot(a: jax.Array, b: jax.Array, axis: int = 0) -> jax.Array:
-    """Sum a [M, K] over K with this axis of b, [K, N] or [N, K]: float32 [M, N]."""
+    """Contract K of a [M, K] with this axis of b, [K, N] or [N, K]: float32 [M, N]."""
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     product = jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(product)
 
 
 def narrow_outer(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sum a [K, M] and b [K, N] over K: float32 [M, N].
+    """Contract K of a [K, M] and b [K, N]: float32 [M, N].
 
-    The narrower one is transposed by a product with the identity, in a quarter of the time of XLA's transposition.
+    A product with the identity transposes the narrower factor, in a quarter of the time of XLA's transposition.
     """
     if b.shape[1] < a.shape[1]:
         return narrow_outer(b, a).T
@@ -27,7 +27,7 @@ def narrow_outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [N, in] · kernel [in, out] in x's type; both products of its gradient are narrow too."""
+    """Return x [N, in] · kernel [in, out] in x's dtype; both products of its gradient are narrow too."""
     return narrow_dot(x, kernel).astype(x.dtype)
 
 

@@ -1,11 +1,10 @@
-"""Rewards of each token and their returns over time and turns, generalised advantage estimation.
+"""Per-token rewards, returns over steps and turns, and generalised advantage estimation (GAE).
 
-The last axis is time. A step that the mask leaves out does not exist: it is passed over without gamma, whatever
-it holds, and its own result is 0. Taking it out of the arrays would give the same numbers.
+The last axis is time. A masked step does not exist: the recursions skip it without gamma, and its own result is 0.
+Removing it from the arrays would give the same numbers.
 
-Episodes of several turns have rewards `[P, G, U, N]` over U turns. An episode may end before its last turn: `exists`
-says which turns there are, the first ones of each completion. NaN is a missing reward; a turn that does not exist has
-none.
+Episodes of several turns have rewards `[P, G, U, N]` over U turns. An episode may end early: `exists` marks its turns,
+which come first. NaN is a missing reward; a turn that does not exist has no reward.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from grpo_jax.core.masking import as_float, as_mask, check_shape, masked_whiten,
 
 
 def _as_fraction(name: str, value: ArrayLike, like: jax.Array) -> jax.Array:
-    """A gamma or gae_lambda as an array of `like`'s shape; a value known while tracing must be in [0, 1]."""
+    """Broadcast gamma or gae_lambda to `like`'s shape; a value known at trace time must be in [0, 1]."""
     if not isinstance(value, jax.Array):
         value = np.asarray(value, np.float32 if isinstance(value, (int, np.integer)) else None)
         if ((value < 0) | (value > 1)).any():
@@ -36,7 +35,7 @@ def _as_step_mask(name: str, mask: ArrayLike | None, like: jax.Array, default: b
 
 
 def _backwards(add: jax.Array, carry: jax.Array, start: jax.Array) -> jax.Array:
-    """x[t] = add[t] + carry[t] · x[t + 1] with x[T] = start; a carry of 0 looks at nothing, not even at a NaN."""
+    """Compute x[t] = add[t] + carry[t] · x[t + 1] with x[T] = start; a carry of 0 stops even a NaN."""
 
     def step(later, now):
         addend, factor = now
@@ -56,27 +55,27 @@ def kl_penalised_rewards(
     kl_coef: ArrayLike,
     estimator: str = "k1",
 ) -> jax.Array:
-    """PPO's reward per token: the distance from the reference costs at each token, the score comes at the last.
+    """Compute PPO's per-token reward: a KL penalty at each token, plus the score at the last one.
 
         r[t] = -kl_coef · KL[t] + (score if t is the row's last token else 0)
 
     From InstructGPT (https://arxiv.org/abs/2203.02155) and Ziegler et al. (https://arxiv.org/abs/1909.08593).
-    The result is a constant to gradients. A row without tokens has no place for its score and is all 0.
+    The result is a constant to gradients. A row without tokens is all 0: its score has no token.
 
     Args:
         scores: `[..]`, floating: one score for each row.
-        logprobs: `[.., T]`, floating, of the policy that drew the tokens.
+        logprobs: `[.., T]`, floating, of the policy that sampled the tokens.
         ref_logprobs: `[.., T]`, of the reference policy.
         mask: bool `[.., T]`.
         kl_coef: the penalty's weight, a scalar; it may be traced.
-        estimator: of the divergence, as in `kl_divergence`; with k1 the penalties of a row add up to its log
-            probability ratio, and the expected return is the score less kl_coef times the true divergence.
+        estimator: KL estimator, as in `kl_divergence`. With k1, the penalties of a row add up to its log ratio. The
+            expected return is then the score minus kl_coef times the true KL divergence.
 
     Returns:
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown estimator.
+        ValueError: shapes that do not match, an unknown estimator.
     """
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
@@ -91,16 +90,16 @@ def kl_penalised_rewards(
 
 
 def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Array:
-    """DAPO's soft punishment of long answers, counted in tokens.
+    """Compute DAPO's soft overlong punishment from completion lengths.
 
-        0 up to limit - buffer tokens, then down in a straight line, -1 from the limit on
+        0 up to limit - buffer tokens, then linear, -1 from the limit on
 
-    From DAPO, equation 13 (https://arxiv.org/abs/2503.14476). It is added to the reward.
+    From DAPO, equation 13 (https://arxiv.org/abs/2503.14476). Add it to the reward.
 
     Args:
-        lengths: int `[..]`, tokens of each completion, its end token included.
-        limit: tokens at which the punishment is full.
-        buffer: over how many tokens it grows.
+        lengths: int `[..]`, tokens of each completion, including EOS.
+        limit: length with the full punishment.
+        buffer: number of tokens over which it grows.
 
     Returns:
         `[..]`, float32, from -1 to 0.
@@ -110,20 +109,20 @@ def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Arra
 
 
 def discounted_returns(rewards: ArrayLike, *, gamma: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
-    """Discounted sums of the rewards to come.
+    """Compute discounted returns.
 
         R[t] = r[t] + γ[t] · R[t + 1],  R[T] = 0
 
     Args:
         rewards: `[.., T]`, floating.
-        gamma: γ, a scalar or `[.., T]` (0 where an episode ends: rewards after it belong to the next one).
+        gamma: γ, a scalar or `[.., T]`; 0 at the end of an episode, if another episode follows.
         mask: bool `[.., T]`, the steps that exist; all by default.
 
     Returns:
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: a shape that does not fit, or a gamma outside [0, 1].
+        ValueError: a shape that does not match, or a gamma outside [0, 1].
     """
     rewards = as_float("rewards", rewards)
     gamma = _as_fraction("gamma", gamma, rewards)
@@ -142,28 +141,28 @@ def gae_advantages(
     boundary: ArrayLike | None = None,
     next_values: ArrayLike | None = None,
 ) -> jax.Array:
-    """Generalised advantage estimation, GAE(γ, λ).
+    """Compute generalised advantage estimates, GAE(γ, λ).
 
         δ[t] = r[t] + γ[t] · V(s[t + 1]) - V(s[t])
         A[t] = δ[t] + γ[t] · λ[t] · A[t + 1],  A[T] = 0
 
-    λ = 0 is the one-step residual, λ = 1 the return less the value. The value function's targets are
+    λ = 0 gives the one-step residual, λ = 1 the return minus the value. The value function's targets are
     `advantages + values[..., :-1]`. From https://arxiv.org/abs/1506.02438.
 
     The arguments depend on the end of an episode:
 
-    - Termination (the pole fell, the text is complete): `gamma` 0 at that step. Nothing after it counts.
-    - The arrays end before the episode does: the last step bootstraps from `values[..., T]`.
-    - A time limit inside the arrays: the step keeps its gamma, so that δ bootstraps, and `boundary` is True
-      there, so that the sum stops. After an automatic reset `values[..., t + 1]` is of the next episode's first
-      state: give the value of the state that the limit cut off in `next_values`.
-    - Padding (rows of different lengths): `mask` False. A row's last step then bootstraps from
-      `values[..., T]`, which must be 0 for finished texts, or be ignored by a `gamma` of 0.
+    - Termination (the pole fell, the completion has ended): `gamma` is 0 at that step. Nothing after it counts.
+    - Arrays that end before the episode: the last step bootstraps from `values[..., T]`.
+    - Truncation by a time limit inside the arrays: the step keeps its gamma, so δ bootstraps, and `boundary` is True,
+      so the sum stops. After an automatic reset, `values[..., t + 1]` belongs to the next episode's first state:
+      pass the value of the truncated state in `next_values`.
+    - Padding (rows of different lengths): `mask` is False. A row's last step then bootstraps from `values[..., T]`.
+      For finished completions that value must be 0, or a `gamma` of 0 must exclude it.
 
     Args:
         rewards: `[.., T]`, floating.
-        values: `[.., T + 1]`, V(s) of each step's state and of the state after the last; `[.., T]` will do where
-            `next_values` are given.
+        values: `[.., T + 1]`, V(s) of each step's state and of the state after the last; `[.., T]` suffices with
+            `next_values`.
         gamma: γ, a scalar or `[.., T]`.
         gae_lambda: λ, a scalar or `[.., T]`.
         mask: bool `[.., T]`, the steps that exist; all by default.
@@ -174,7 +173,7 @@ def gae_advantages(
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: a shape that does not fit, or a gamma or gae_lambda outside [0, 1].
+        ValueError: a shape that does not match, or a gamma or gae_lambda outside [0, 1].
     """
     rewards = as_float("rewards", rewards)
     gamma = _as_fraction("gamma", gamma, rewards)
@@ -182,7 +181,7 @@ def gae_advantages(
     exists = _as_step_mask("mask", mask, rewards, True)
     stops = _as_step_mask("boundary", boundary, rewards, False)
     values, following = _values(values, next_values, rewards, None if mask is None else exists)
-    # What follows a termination is looked at by nobody: it may well be undefined.
+    # Values after a termination may be undefined, so they are never read.
     residual = select(exists, rewards) + select(exists, gamma) * select(exists & (gamma != 0), following)
     residual -= select(exists, values)
     carry = jnp.where(exists, select(~stops, gamma * gae_lambda), 1)
@@ -190,7 +189,7 @@ def gae_advantages(
 
 
 def _values(values, next_values, rewards, exists) -> tuple[jax.Array, jax.Array]:
-    """V(s[t]) and V(s[t + 1]), both `[.., T]`."""
+    """Return V(s[t]) and V(s[t + 1]), both `[.., T]`."""
     values = as_float("values", values).astype(rewards.dtype)
     steps = rewards.shape[-1]
     shapes = [(*rewards.shape[:-1], steps + 1)] + ([rewards.shape] if next_values is not None else [])
@@ -200,19 +199,19 @@ def _values(values, next_values, rewards, exists) -> tuple[jax.Array, jax.Array]
         return here, as_float("next_values", next_values, shape=rewards.shape).astype(rewards.dtype)
     if exists is None:
         return here, values[..., 1:]
-    # The next step that exists: each place that does not passes on what follows it.
+    # Each masked place passes on the value after it, so every step reads the next step that exists.
     filled = _backwards(select(exists, here), (~exists).astype(rewards.dtype), values[..., steps])
     return here, jnp.concatenate([filled[..., 1:], values[..., steps:]], axis=-1)
 
 
 def normalised_returns(returns: ArrayLike, *, mask: ArrayLike, eps: float = 1e-4) -> jax.Array:
-    """Advantages of GRPO with a reward at each step: returns, normalised over a whole group set.
+    """Compute GRPO's advantages for per-step rewards: returns normalised over all steps of a group.
 
         A[.., g, t] = (R[.., g, t] - mean) / (std + eps)
 
-    with one mean and one standard deviation (the sample one) over all existing steps of all G episodes of a
-    group, as in GRPO's "process supervision" (https://arxiv.org/abs/2402.03300, section 4.1.3) and its CartPole
-    implementations. A long episode has more votes than a short one. Returns that are all equal give 0.
+    Mean and sample standard deviation are over all existing steps of a group's G episodes. This is GRPO's "process
+    supervision" (https://arxiv.org/abs/2402.03300, section 4.1.3), also used by its CartPole implementations. Every
+    step counts once, so long episodes weigh more. Returns that are all equal give 0.
 
     Args:
         returns: `[.., G, T]`, floating: `discounted_returns` of episodes from the same start.
@@ -237,7 +236,7 @@ def _as_turns(rewards: ArrayLike, exists: ArrayLike) -> tuple[jax.Array, jax.Arr
 
 
 def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
-    """Rewards of the last turn of each episode.
+    """Return the rewards of each episode's last turn.
 
     Args:
         rewards: `[P, G, U, N]`, floating; NaN is missing.
@@ -247,7 +246,7 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
         `[P, G, N]`; NaN if an episode has no turn.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
     """
     rewards, exists = _as_turns(rewards, exists)
     last = jnp.max(jnp.where(exists, jnp.arange(exists.shape[-1]), 0), axis=-1)
@@ -256,13 +255,13 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
 
 
 def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.Array:
-    """Discounted sums over each turn and those after it, of each objective by itself.
+    """Compute discounted returns over turns, separately for each objective.
 
         R[u] = r[u] + γ · R[u + 1]
 
-    A reward that is missing at a turn which exists counts as its group's mean for that objective at that turn, and as
-    nothing where the whole group lacks it (`sum_rewards` has the same rule): a judge that failed pulls neither way,
-    and one that speaks at the end alone has nothing to say before.
+    A missing reward of an existing turn counts as the group's mean of that objective at that turn, as in `sum_rewards`.
+    If it is missing in the whole group, it adds nothing. A failed judge thus has no effect, and a judge may score
+    only the last turn.
 
     Args:
         rewards: `[P, G, U, N]`, floating; NaN is missing.
@@ -270,11 +269,10 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.
         gamma: γ in [0, 1].
 
     Returns:
-        `[P, G, U, N]`, at least float32; NaN where a turn does not exist, and where neither it nor any later turn has
-        a reward.
+        `[P, G, U, N]`, at least float32; NaN for a turn that does not exist, or with no reward from it onwards.
 
     Raises:
-        ValueError: shapes that do not fit, or a gamma outside [0, 1].
+        ValueError: shapes that do not match, or a gamma outside [0, 1].
     """
     rewards, exists = _as_turns(rewards, exists)
     there = jnp.broadcast_to(exists[..., None], rewards.shape)
@@ -293,20 +291,20 @@ def turn_advantages(
     mask: ArrayLike,
     estimate: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """An advantage for each token: that of its turn, which is compared with the same turn of the group.
+    """Return each token's advantage: that of its turn, compared with the same turn of the group.
 
     Args:
         returns: `[P, G, U, N]`, floating, of `turn_returns`; NaN is missing.
         turn: int `[P, G, T]`, the turn of each token, from 0.
-        mask: bool `[P, G, T]`, the tokens that are learned from.
-        estimate: (rewards `[P, G, N]`, mask `[P, G, T]` of their tokens) → advantages `[P, G]`, as an estimator of
-            single answers gives them; a turn without signal, or that no other completion has, is its to make 0.
+        mask: bool `[P, G, T]`, the tokens to train on.
+        estimate: (rewards `[P, G, N]`, mask `[P, G, T]` of their tokens) → advantages `[P, G]`: an estimator of
+            single-turn advantages. It must give 0 for a turn without signal or without a counterpart in the group.
 
     Returns:
         `[P, G, T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
     """
     returns, turn = as_float("returns", returns, ndim=4), jnp.asarray(turn)
     check_shape("turn", turn, (*returns.shape[:2], turn.shape[-1]))

@@ -13,26 +13,26 @@ from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, 
 def off_policy_mask(
     logprobs: ArrayLike, sampler_logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, threshold: float
 ) -> jax.Array:
-    """The rows that stay where a policy has moved away from the one that sampled them.
+    """Return the rows to keep after the policy has moved away from the policy that sampled them.
 
-        a row leaves if A < 0 and mean_t(log π_sampler - log π) > threshold
+        a row is masked if A < 0 and mean_t(log π_sampler - log π) > threshold
 
-    Bad samples that the policy would not draw any more push it at random; good ones stay. From DeepSeek-V3.2
-    (https://arxiv.org/abs/2512.02556, section 3.1), as TRL's `off_policy_mask_threshold`. Give it to `grpo_loss` as
+    Bad samples that the policy has become unlikely to draw only add noise; good samples stay. From DeepSeek-V3.2
+    (https://arxiv.org/abs/2512.02556, section 3.1), as TRL's `off_policy_mask_threshold`. Pass it to `grpo_loss` as
     `token_weights`.
 
     Args:
-        logprobs: `[.., T]`, floating: the policy's, as it is now.
-        sampler_logprobs: `[.., T]`, of the policy that drew the tokens, when it drew them.
-        advantages: `[..]`, or `[.., T]`, of which then tokens leave.
+        logprobs: `[.., T]`, floating, of the current policy.
+        sampler_logprobs: `[.., T]`, of the policy that sampled the tokens, at that time.
+        advantages: `[..]`, or `[.., T]`, which masks single tokens.
         mask: bool `[.., T]`.
-        threshold: the largest mean over a row's tokens, in nats.
+        threshold: largest allowed mean over a row's tokens, in nats.
 
     Returns:
-        bool `[.., 1]`, or `[.., T]` with advantages of tokens.
+        bool `[.., 1]`, or `[.., T]` with per-token advantages.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
     """
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
@@ -48,20 +48,20 @@ IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 
 
 def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> jax.Array:
-    """The tokens at which the policy is least certain: those that decide where a text goes.
+    """Return the tokens with the highest entropy, the "forking tokens".
 
         entropy[t] ≥ the (1 - share) quantile of all entropies under the mask
 
-    From "Beyond the 80/20 Rule" (https://arxiv.org/abs/2506.01939), which trains on a share of 0.2. Give it to
+    From "Beyond the 80/20 Rule" (https://arxiv.org/abs/2506.01939), which trains on a share of 0.2. Pass it to
     `grpo_loss` as `token_weights`: the other tokens' policy term is 0 and the denominators stay. The quantile is
-    interpolated linearly and tokens equal to it are in, so there may be more than the share. It is that of the
-    arrays given: ask for a whole batch at once if its parts are to agree. The selection is TRL's
-    `get_high_entropy_mask`; an entropy bonus there sees the selected tokens alone, in `grpo_loss` all of them.
+    interpolated linearly and tokens equal to it are included, so the share may be exceeded. The quantile is that of
+    the given arrays: call it on a whole batch, so that its parts agree. The selection is TRL's
+    `get_high_entropy_mask`. TRL's entropy bonus uses only the selected tokens, `grpo_loss` uses all.
 
     Args:
         entropy: `[.., T]`, floating.
         mask: bool `[.., T]`.
-        share: of the tokens, more than 0 and at most 1.
+        share: share of the tokens, more than 0 and at most 1.
 
     Returns:
         bool `[.., T]`.
@@ -78,17 +78,16 @@ def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> j
     lower = jnp.floor(place).astype(jnp.int32)
     upper = jnp.ceil(place).astype(jnp.int32)
     below, above = ordered[lower], ordered[upper]
-    step = select(upper > lower, above - below)  # nothing under the mask: inf - inf
+    step = select(upper > lower, above - below)  # an empty mask would give inf - inf
     threshold = below + (place - lower.astype(place.dtype)) * step
     return mask & (entropy >= threshold)
 
 
 def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
-    """The mask without the rows that were cut off before they ended.
+    """Return the mask without truncated completions, DAPO's "overlong filtering".
 
-    Their reward judges a text that the policy did not finish; DAPO's "overlong filtering"
-    (https://arxiv.org/abs/2503.14476, section 3.4). A row without tokens counts in no denominator; TRL leaves it
-    in the number of rows, which makes the other rows' gradients smaller.
+    Their reward judges an unfinished completion (https://arxiv.org/abs/2503.14476, section 3.4). A row without tokens
+    counts in no denominator. TRL keeps it in the number of rows, which makes the other rows' gradients smaller.
 
     Args:
         mask: bool `[.., T]`.
@@ -98,27 +97,27 @@ def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
         bool `[.., T]`.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not match.
     """
     mask = as_mask("mask", mask)
     return mask & ~as_mask("truncated", truncated, mask.shape[:-1])[..., None]
 
 
 def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | None = None) -> jax.Array:
-    """The groups that teach something: in at least one objective two present rewards differ.
+    """Return the groups with signal: in at least one objective two present rewards differ.
 
-    Groups of dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` it is judged per
-    objective, as GDPO learns: a group whose sums are equal is kept. For GRPO give the sums, `[P, G]`.
+    Dynamic sampling keeps these groups (DAPO, https://arxiv.org/abs/2503.14476). With `[P, G, N]` the test is per
+    objective, as for GDPO: a group with equal sums is kept. For GRPO pass the sums, `[P, G]`.
 
     Args:
         rewards: `[P, G]` or `[P, G, N]`, floating; NaN is missing.
-        weights: `[N]`, of `[P, G, N]` alone; an objective of weight 0 is as good as absent.
+        weights: `[N]`, only with `[P, G, N]`; an objective of weight 0 counts as absent.
 
     Returns:
         bool `[P]`.
 
     Raises:
-        ValueError: another rank, or weights that do not fit.
+        ValueError: another rank, or weights of another length.
     """
     signal = ~groups_without_signal(rewards)
     if signal.ndim == 1:
@@ -134,21 +133,21 @@ def importance_weights(
     cap: float,
     mode: str = "token_truncate",
 ) -> jax.Array:
-    """Weights that correct for a sampler whose probabilities are not the trainer's.
+    """Compute importance weights for the mismatch between trainer and sampler.
 
         w = min(ρ, cap)  to truncate,  w = ρ if 1 / cap ≤ ρ ≤ cap else 0  to mask,  ρ = π_old / π_sampler
 
-    of each token, or of the whole row: the product of its tokens' ratios. An inference engine in another
-    precision draws from a slightly different policy. From "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl). Give them to `grpo_loss` as
-    `token_weights`. They are constants to gradients. The same as TRL's `vllm_importance_sampling_mode`,
-    save that a NaN from the sampler stays one; TRL takes such a token for right.
+    The ratio ρ is that of each token, or the product over the whole row. An inference engine in another precision
+    samples from a slightly different policy. From "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (https://fengyao.notion.site/off-policy-rl). Pass them to `grpo_loss` as `token_weights`. They are
+    constants to gradients. They equal TRL's `vllm_importance_sampling_mode`, except for a NaN from the sampler: it
+    stays NaN here, while TRL gives such a token weight 1.
 
     Args:
-        old_logprobs: `[.., T]`, floating: the trainer's, of the policy that drew the tokens.
-        sampler_logprobs: `[.., T]`, of the same tokens as the sampler reports them.
+        old_logprobs: `[.., T]`, floating: the trainer's, of the policy that sampled the tokens.
+        sampler_logprobs: `[.., T]`, of the same tokens, from the sampler.
         mask: bool `[.., T]`.
-        cap: the largest weight, at least 1.
+        cap: largest weight, at least 1.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
 
     Returns:

@@ -1,10 +1,9 @@
-"""Tree of the texts of a catalogue, in flat arrays: the tokens that may follow each other.
+"""Trie (prefix tree) in flat arrays, which constrains decoding to the token sequences of a catalogue.
 
-A completion walks from the root; at every node only the tokens of its children exist, so that each finished text is one
-of the catalogue's. Nodes are numbered level by level and, within a level, by parent and token: the edges of a node lie
-side by side, and the edge i leads to the node i + 1. What a node has is listed edge by edge where it is little, and as
-bits where it is much, so that memory grows with the edges alone. Axes: n nodes, e = n - 1 edges, V vocabulary, W wide
-nodes, C children that are listed.
+A completion walks from the root. At each node only the children's tokens are allowed, so each finished completion is in
+the catalogue. Nodes are numbered by level, then parent, then token. The edges of a node are thus adjacent, and edge i
+leads to node i + 1. A narrow node lists its children edge by edge, a wide node stores them as bits, so memory grows
+only with the edges. Axes: n nodes, e = n - 1 edges, V vocabulary, W wide nodes, C listed children.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _SHARE = 256
 
 
 class Trie(NamedTuple):
-    """Texts as a tree of tokens; a pytree of flat arrays, to be handed to compiled functions as an argument.
+    """Trie of token sequences; a pytree of flat arrays, passed to compiled functions as an argument.
 
     Attributes:
-        first: int32 [n + 1], the first edge of each node; its edges end where the next node's begin.
-        token: int32 [e + C], the token of each edge, rising within a node; what pads the end is V. C is NARROW, or more
-            in a large vocabulary.
-        row: int32 [n], the row of a node with more than C children in `wide`; -1 for others, and the root.
+        first: int32 [n + 1], the first edge of each node; its edges end at the next node's first edge.
+        token: int32 [e + C], the token of each edge, ascending within a node, padded with V. C is NARROW, or more in a
+            large vocabulary.
+        row: int32 [n], the row in `wide` of a node with more than C children; -1 for others and for the root.
         root: bool [V], the tokens of the root's children.
-        wide: uint8 [W, V / 8], the tokens of the children of wide nodes, packed as `numpy.packbits` does.
-        text: int32 [n], which text ends at a node; -1 if none does.
+        wide: uint8 [W, V / 8], the tokens of wide nodes' children, packed by `numpy.packbits`.
+        text: int32 [n], index of the sequence that ends at a node; -1 if none does.
     """
 
     first: jax.Array
@@ -47,22 +46,21 @@ class Trie(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Return V."""
         return len(self.root)
 
 
 def make_trie(texts: Sequence[Sequence[int]], *, vocab_size: int) -> Trie:
-    """The tree of some texts.
+    """Make the trie of some token sequences.
 
-    A text that begins another one must end with a token of its own (an end-of-sequence token), or what follows it
-    could not be told from it.
+    No sequence may be a prefix of another one: end each with an EOS token.
 
     Args:
-        texts: Token ids of each; none empty, no two alike, none the beginning of another.
+        texts: Token ids of each sequence; none empty, no two equal, none a prefix of another.
         vocab_size: V, the policy's.
 
     Raises:
-        ValueError: Two texts are alike, or one begins another.
+        ValueError: Two sequences are equal, or one is a prefix of another.
     """
     order = sorted(range(len(texts)), key=lambda i: tuple(texts[i]))
     lengths = np.array([len(texts[i]) for i in order])
@@ -74,11 +72,11 @@ def make_trie(texts: Sequence[Sequence[int]], *, vocab_size: int) -> Trie:
 
 
 def _levels(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray, vocab_size: int) -> Trie:
-    """The tree of sorted texts, their tokens one behind another; `order` is the number of each."""
+    """Make the trie of sorted, concatenated sequences; `order` holds their original indices."""
     starts = np.cumsum(lengths) - lengths
-    parent = np.zeros(len(lengths), np.int64)  # the node that each text has reached
+    parent = np.zeros(len(lengths), np.int64)  # the node that each sequence has reached
     written, parents, nodes = [], [], 1
-    here = np.arange(len(lengths))  # texts that have a token at this place
+    here = np.arange(len(lengths))  # sequences with a token at this position
     for place in range(int(lengths.max())):
         here = here[lengths[here] > place]
         column, reached = tokens[starts[here] + place], parent[here]
@@ -111,25 +109,25 @@ def _laid_flat(parents: np.ndarray, tokens: np.ndarray, text: np.ndarray, vocab_
 
 
 def depth_of(trie: Trie) -> int:
-    """The tokens of the longest text."""
+    """Return the number of tokens of the longest sequence."""
     first, depth, low, high = np.asarray(trie.first), 0, 0, 1
-    while high > low:  # the nodes low … high - 1 are one level; their edges lead to the next
+    while high > low:  # nodes low … high - 1 are one level; their edges lead to the next level
         low, high, depth = first[low] + 1, first[high] + 1, depth + 1
     return depth - 1
 
 
 def widest_below(trie: Trie) -> int:
-    """The most children of a node below the root, 1 at least; on the host."""
+    """Return the largest number of children of a node below the root, at least 1; on the host."""
     return max(1, int(np.diff(np.asarray(trie.first))[ROOT + 1 :].max()))
 
 
 def text_count(trie: Trie) -> int:
-    """The texts of the tree."""
+    """Return the number of sequences in the trie."""
     return int((np.asarray(trie.text) >= 0).sum())
 
 
 def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """The first children of some nodes: int [..] → tokens int32 and whether there is one, [.., NARROW]."""
+    """Return the nodes' first children: int [..] → tokens int32 and existence bool, both [.., NARROW]."""
     return _first_children(trie, jnp.asarray(nodes), NARROW)
 
 
@@ -141,7 +139,7 @@ def _first_children(trie: Trie, nodes: jax.Array, count: int) -> tuple[jax.Array
 
 
 def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
-    """The tokens that may follow at some nodes: int [..] → bool [.., V]; none at a leaf or a node below 0."""
+    """Return the tokens allowed at nodes: int [..] → bool [.., V]; none at a leaf or a negative node."""
     nodes = jnp.asarray(nodes)
     flat = nodes.reshape(-1)
     edges = len(trie.first) - 2
@@ -157,7 +155,7 @@ def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
 
 
 def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
-    """The node that a token leads to: int32 [..], [..] → int32 [..]; -1 if it is no child's, and from -1."""
+    """Return the node that a token leads to: int32 [..], [..] → int32 [..]; -1 without such a child, or from -1."""
     nodes, tokens = jnp.broadcast_arrays(nodes, tokens)
     here = jnp.maximum(nodes, 0)
     start, end = trie.first[here], trie.first[here + 1]
@@ -168,7 +166,7 @@ def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
         smaller = (trie.token[middle] < tokens) & (low < high)
         return jnp.where(smaller, middle + 1, low), jnp.where(smaller | (low >= high), high, middle)
 
-    # The first edge whose token is not smaller. A loop: written out, XLA compiles steps of steps for minutes.
+    # Find the first edge whose token is not smaller. XLA would compile the unrolled loop for minutes.
     steps = int(trie.first.shape[0]).bit_length()
     low, _ = jax.lax.fori_loop(0, steps, halve, (start, end))
     is_child = (low < end) & (trie.token[low] == tokens) & (nodes >= 0)
@@ -176,7 +174,7 @@ def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
 
 
 def walk(trie: Trie, tokens: ArrayLike) -> jax.Array:
-    """The node before each token of some texts: int [.., T] → int32 [.., T], from the root; -1 once off the tree."""
+    """Return the node before each token: int [.., T] → int32 [.., T], from the root; -1 once outside the trie."""
     tokens = jnp.asarray(tokens)
 
     def step(node, token):

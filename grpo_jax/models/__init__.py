@@ -1,1 +1,1 @@
-"""Language policies: the only place that knows Flax."""
+"""Language policies: the only package that uses Flax for them."""

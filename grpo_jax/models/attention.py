@@ -1,11 +1,10 @@
-"""Attention of one layer over prompts and their groups of completions at once, and the keys and values that stay.
+"""Attention of one layer over prompts and their groups of completions at once, and the KV cache.
 
-Axes: P prompts, G completions of each, S tokens that run, T tokens that are read, K key heads, R query heads of each,
-E the size of a head.
+Axes: P prompts, G completions of each, S query tokens, T key tokens, K key heads, R query heads of each, E head size.
 
-Each layer's cache has arrays of its own, and keys lie with time last, values with it before the head: both products of
-attention then read them as they are, and a token is written in place. Stacked layers would be copied out one by one
-for every token; keys in the values' order take two and a half times as long to read.
+Each layer's cache has its own arrays: a stack would be copied out layer by layer for every token. Keys have time as
+the last axis, values have it before the head size. Both products of attention then read them without a copy, and a
+token is written in place. Keys in the values' order take 2.5 times as long to read.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ import numpy as np
 
 from grpo_jax.core.logprobs import capped
 
-_MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
-_MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
-_DECODED_HEADS = (64, 128)  # sizes of a head that `attend_token` takes: Triton's blocks are powers of two
+_MANY, _BLOCK = 256, 64  # number of queries from which they run in blocks, and the size of a block
+_MANY_OF_A_ROW = 120  # the same with `by_row`; it includes the 127 tokens that run for 128 new ones
+_DECODED_HEADS = (64, 128)  # head sizes of `attend_token`: Triton's blocks are powers of two
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 _FLASH_PLATFORMS = ("cuda", "tpu")
@@ -31,11 +30,11 @@ _FLASH_HEADS = range(16, 129)
 
 
 class Tokens(NamedTuple):
-    """Order and validity of the tokens of prompts or of completions."""
+    """Positions and validity of the tokens of prompts or of completions."""
 
-    positions: jax.Array  # i32 [P, S], or [P, G, S] where the rows of a group differ
-    mask: jax.Array  # as positions, bool, False on padding
-    # as positions, i32: a token reads those of its own segment only; None where a row is one
+    positions: jax.Array  # i32 [P, S], or [P, G, S] if the rows of a group differ
+    mask: jax.Array  # bool like positions, False on padding
+    # i32 like positions: a token reads only its own segment; None if each row is one segment
     segment: jax.Array | None = None
 
 
@@ -44,34 +43,33 @@ class KeyValues(NamedTuple):
 
     keys: jax.Array  # [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion
     values: jax.Array  # [P, K, S, E] or [P, K, G, S, E]
-    tokens: Tokens  # of these keys, [P or 1, S] or [P, G, S]; `visible` says which a query may read
-    own: bool = False  # whether these are the keys of the very queries, of which none reads a later one
+    tokens: Tokens  # of these keys, [P or 1, S] or [P, G, S]; see `visible` for the mask
+    own: bool = False  # whether keys and queries are the same tokens, in causal order
 
 
 class VisionInput(NamedTuple):
-    """Picture states among the tokens that run."""
+    """Picture states among the running tokens."""
 
-    states: jax.Array  # [P, N, D] of a tower
-    index: jax.Array  # i32 [P, S], which of them stands in a token's place; -1 for text
-    deepstack: tuple[jax.Array, ...] = ()  # [P, N, D], added at these places after the first layers, one for each
+    states: jax.Array  # [P, N, D] from the vision tower
+    index: jax.Array  # i32 [P, S], index of the state that replaces a token; -1 for text
+    deepstack: tuple[jax.Array, ...] = ()  # [P, N, D] each, added at these tokens after each of the first layers
 
 
 class Context(NamedTuple):
-    """Positions, masks and pictures of the tokens that run, the same for every layer."""
+    """Positions, masks and pictures of the running tokens, the same for every layer."""
 
-    # i32 [P, S] of the S tokens that run (see `attend_streams`); [P, S, 3], time, row and column, where pictures are
-    # among them
+    # i32 [P, S] of the S running tokens (see `attend_streams`); with pictures [P, S, 3], for time, row and column
     positions: jax.Array
     prompt: Tokens  # the prompts' tokens [P, L], running or cached
-    # the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none
+    # the completions' tokens [P, T], equal for the group, or [P, G, T]; None if there are none
     completion: Tokens | None = None
-    # decoding only: positions and validity of the cache's slots, the running tokens' included
+    # decoding only: positions and validity of the cache's slots, including the running tokens
     cached: Tokens | None = None
-    slot: jax.Array | None = None  # decoding only: i32 scalar, from where on the running tokens are written
-    # cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers differ; None where
-    # nothing is rotated
+    slot: jax.Array | None = None  # decoding only: i32 scalar, the first slot to write the running tokens to
+    # cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] if layers differ; None without
+    # rotary embeddings
     rotation: tuple[jax.Array, jax.Array] | None = None
-    vision: VisionInput | None = None  # the pictures among the tokens; None where there are none
+    vision: VisionInput | None = None  # the pictures among the tokens; None without pictures
 
 
 class LayerInput(NamedTuple):
@@ -79,41 +77,41 @@ class LayerInput(NamedTuple):
 
     window: jax.Array | None = None  # i32 scalar, or None if no layer has a window
     scale: jax.Array | None = None  # float32 scalar that multiplies the scores; None for E^-0.5 in all layers
-    depth: jax.Array | None = None  # i32 scalar, the layer's number; None where no layer asks for it
-    rotation: jax.Array | None = None  # i32 scalar, the layer's kind of rotation; None where all have the same
-    # the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run
+    depth: jax.Array | None = None  # i32 scalar, the layer's number; None if no layer needs it
+    rotation: jax.Array | None = None  # i32 scalar, the layer's kind of rotation; None if all layers share one
+    # the prompts' cached keys [P, K, E, L] and values [P, K, L, E], if the prompts do not run
     prefix: tuple[jax.Array, jax.Array] | None = None
-    # the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `Cache` has them
+    # the completions' cached keys [P, K, G, E, T] and values [P, K, G, T, E], as in `Cache`
     cache: tuple[jax.Array, jax.Array] | None = None
 
 
 class Prefix(NamedTuple):
     """Prompts after their forward pass; shared by all completions of a prompt."""
 
-    hidden: jax.Array  # [P, D], last state of each prompt; it predicts the first completion token
+    hidden: jax.Array  # [P, D], last hidden state of each prompt, which predicts the first completion token
     keys: tuple[jax.Array, ...]  # of each layer [P, K, E, L], rotated
     values: tuple[jax.Array, ...]  # of each layer [P, K, L, E]
     mask: jax.Array  # bool [P, L], False on padding
     positions: jax.Array  # i32 [P, L], counted from each prompt's first real token
     lengths: jax.Array  # i32 [P], real tokens of each prompt
-    # i32 [P], the position of its completions' first token: as many, or less where pictures' tokens share positions
+    # i32 [P], the position of the completions' first token: `lengths`, or less if picture tokens share positions
     advance: jax.Array
 
 
 class RowState(NamedTuple):
-    """State of completions that go on at different lengths, after an environment has answered."""
+    """State of completions of different lengths, after an environment's observation."""
 
-    mask: jax.Array  # bool [P, G, T], slots that hold a token; slots between them are not read
+    mask: jax.Array  # bool [P, G, T], slots that hold a token; the others are not read
     advance: jax.Array  # i32 [P, G], the position of each completion's next token
 
 
 class Cache(NamedTuple):
-    """Keys and values of completions as far as they are written."""
+    """KV cache of completions."""
 
     keys: tuple[jax.Array, ...]  # of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read
     values: tuple[jax.Array, ...]  # of each layer [P, K, G, T, E]
-    length: jax.Array  # i32 scalar, slots written, the same for all completions
-    rows: RowState | None = None  # differences between completions; None while all of them fill slot after slot
+    length: jax.Array  # i32 scalar, written slots, the same for all completions
+    rows: RowState | None = None  # differences between completions; None while all have a token in every slot
 
 
 class _Scoring(NamedTuple):
@@ -135,9 +133,9 @@ def write_cache(
 ) -> tuple[jax.Array, jax.Array]:
     """Write keys [P, K, G, E, A] and values [P, K, G, A, E] into a layer's cache from a slot on; in place under jit.
 
-    XLA drops axes of one from its products (one prompt, one head, groups of one). A cache that is written or carried
-    with such an axis and read without it is copied for every token: it is written without, and a loop that decodes
-    has to carry it without, as the sampler's does.
+    XLA drops axes of size 1 from its products (one prompt, one head, groups of one). A cache written or carried with
+    such an axis, but read without it, would be copied for every token. This function therefore writes without it, and
+    a decoding loop must carry the cache without it, as the sampler does.
 
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """
@@ -151,7 +149,7 @@ def write_cache(
 
 
 def of_paths(cache: Cache, parents: jax.Array | np.ndarray) -> Cache:
-    """The keys and values of other completions: of `parents` [P, G], or [G] where they are alike for all prompts."""
+    """Select the keys and values of the completions `parents` [P, G], or [G] if equal for all prompts."""
     axes = (0, 0 if parents.ndim == 2 else None)
     take = jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3), axes)
     keys, values = (tuple(take(part, parents) for part in parts) for parts in (cache.keys, cache.values))
@@ -159,12 +157,12 @@ def of_paths(cache: Cache, parents: jax.Array | np.ndarray) -> Cache:
 
 
 def embed_pictures(x: jax.Array, vision: VisionInput | None) -> jax.Array:
-    """Embedded tokens [P, S, D] with a picture's state in the place of each of its tokens."""
+    """Replace picture tokens among embedded tokens [P, S, D] by their picture states."""
     return x if vision is None else _at_pictures(vision.index, vision.states.astype(x.dtype), x)
 
 
 def add_deepstack(x: jax.Array, layer_input: LayerInput, context: Context) -> jax.Array:
-    """States [P, S, D] behind a layer plus what the tower adds there (Meng et al. 2024, arXiv:2406.04334)."""
+    """Add the tower's DeepStack states to states [P, S, D] after a layer (Meng et al. 2024, arXiv:2406.04334)."""
     if context.vision is None or not context.vision.deepstack:
         return x
     layers = jnp.stack(context.vision.deepstack).astype(x.dtype)
@@ -188,19 +186,19 @@ def attend(
     softcap: float | None = None,
     by_row: bool = False,
 ) -> jax.Array:
-    """Softmax attention over several sets of keys and values as if they were one.
+    """Compute softmax attention over several sets of keys and values as one set.
 
-    Their softmaxes are merged by a common maximum and a common sum (what merging by log-sum-exp computes), so keys
-    shared by a group are read where they are and never copied.
+    The softmaxes are merged by a common maximum and a common sum, as by log-sum-exp. Keys shared by a group are
+    therefore never copied.
 
-    Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
-    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682). Of keys of their own, those
-    of later quarters are left out. With `by_row` rows take turns as well: on a CPU a block's scores then stay in its
-    cache; not where rows are laid over several devices, which all work.
+    Many queries run in blocks: scores and masks are then [.., block, S], never [.., S, S]. The backward pass recomputes
+    them (Rabe and Staats 2021, arXiv:2112.05682). Causal self-attention skips the keys of later quarters. With `by_row`
+    rows run one by one too, so that a block's scores stay in a CPU's cache. It does not suit rows sharded over devices,
+    which would wait for each other.
 
-    Queries and result are [P, K, G, R, S, E], their order [P or 1, S] or [P, G, S]. The result has the queries'
-    dtype; scores and softmax are float32. The scalars: i32 `window`, how far back keys are read (None: all); float32
-    `scale` of the scores (None: E^-0.5); `softcap`, the cap that they are drawn towards (``core.logprobs.capped``).
+    Queries and result are [P, K, G, R, S, E], `queries` are [P or 1, S] or [P, G, S]. The result has the queries'
+    dtype; scores and softmax are float32. Scalars: i32 `window`, the number of keys to look back (None: all); float32
+    `scale` of the scores (None: E^-0.5); `softcap`, the cap of the scores (``core.logprobs.capped``).
     """
     scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if query.shape[-2] < (_MANY_OF_A_ROW if by_row else _MANY):
@@ -214,7 +212,7 @@ def _attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]
 
     read = [(source.keys, source.values, per_prompt(source.tokens)) for source in sources]
     arrays, structure = jax.tree.flatten((per_prompt(queries), read))
-    # The group's axis once that of prompts is gone: of keys and values, of tokens; else the group shares them.
+    # Axis of the group after that of prompts is removed, of keys and values and of tokens; None if shared.
     group_axes = [{5: 1, 3: 0}.get(array.ndim) for array in arrays]
 
     def of_prompt(part):
@@ -238,7 +236,7 @@ def _attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]
 
 
 def _attend_quarters(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
-    """A block of queries after the other, those of later quarters with more keys of their own."""
+    """Attend block by block; queries of later quarters read more of their own keys."""
     steps = query.shape[-2]
     quarter = -(-steps // (4 * _BLOCK)) * _BLOCK
     parts = []
@@ -295,7 +293,7 @@ def _attend(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], sco
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Array:
-    """Mask of the keys that each query reads, [P, (G,) S of queries, S of keys]: causal, windowed, not padding."""
+    """Return the mask of keys for each query, [P, (G,) S of queries, S of keys]: causal, windowed, without padding."""
     if queries.positions.ndim > keys.positions.ndim:
         keys = Tokens(keys.positions[:, None], keys.mask[:, None])
     distance = queries.positions[..., :, None] - keys.positions[..., None, :]
@@ -314,20 +312,20 @@ def attend_streams(
     softcap: float | None = None,
     attention: str = "blocks",
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attention of one layer over prompts and completions at once; `softcap` is as of `attend`.
+    """Compute one layer's attention over prompts and completions at once; `softcap` is that of `attend`.
 
-    `attention` is one of `choose_attention`: ``rows`` and ``blocks`` are `attend` with and without `by_row`, ``cuda``
-    and ``tpu`` those of `kernels.causal_rows` for many tokens that run together, in layers without a window, scale or
-    cap of their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it.
-    ``cuda`` is the kernel of `kernels.attend_token` too, for one new token of each completion.
+    `attention` comes from `choose_attention`. ``rows`` and ``blocks`` are `attend` with and without `by_row`. ``cuda``
+    and ``tpu`` use `kernels.causal_rows` for many running tokens, in layers without window, scale or softcap. Each
+    completion is then a row after a copy of its prompt, so prompts must not be longer than completions. ``cuda`` also
+    uses `kernels.attend_token`, for one new token of each completion.
 
-    The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
-    every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
-    values are cached, the completions when there are none.
+    The S tokens of a prompt's row are its L prompt tokens, then the G·T tokens of its completions. A layer thus applies
+    every weight in one product; only attention separates them. L is 0 if the prompts' keys and values are cached, and
+    completions may be absent.
 
-    Queries are [P, S, K, R, E], keys and values [P, S, K, E]. Returns the mixed values [P, S, H·E]; and keys and
-    values to cache: the prompts' when they run alone, the cache with the new tokens when decoding, None when prompts
-    and completions both run.
+    Queries are [P, S, K, R, E], keys and values [P, S, K, E]. Returns the mixed values [P, S, H·E], and keys and values
+    to cache. These are the prompts' if prompts run alone, the cache with the new tokens when decoding, and None if
+    prompts and completions both run.
     """
 
     def attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]) -> jax.Array:
@@ -341,7 +339,7 @@ def attend_streams(
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
     if attention == "cuda" and _decodes(query, layer_input, context, softcap):
-        from grpo_jax.models.kernels import attend_token  # Triton's Pallas, which other platforms may lack
+        from grpo_jax.models.kernels import attend_token  # other platforms may lack Pallas for Triton
 
         cached = layer_input.prefix, context.prompt.mask, layer_input.cache, context.slot
         token, new_keys_values = attend_token(query, key, value, *cached)
@@ -372,7 +370,7 @@ def attend_streams(
 
 
 def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softcap: float | None) -> bool:
-    """Whether one token of each completion runs, all behind as many, as `attend_token` takes them."""
+    """Return whether `attend_token` applies: one token of each completion runs, all at the same slot."""
     others = (softcap, layer_input.window, layer_input.scale)
     if layer_input.cache is None or query.shape[-1] not in _DECODED_HEADS or any(x is not None for x in others):
         return False
@@ -380,7 +378,7 @@ def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softca
 
 
 def _are_long(prompt: Tokens, completion: Tokens) -> bool:
-    """Whether completions, one in a row and none of them packed or answered, are rows for `causal_rows`."""
+    """Return whether `causal_rows` applies: long single-turn completions, one per row."""
     steps = completion.positions.shape[-1]
     return completion.positions.ndim == 2 and _FLASH_SHORTEST <= steps >= prompt.positions.shape[-1]
 
@@ -388,7 +386,7 @@ def _are_long(prompt: Tokens, completion: Tokens) -> bool:
 def _flash_groups(
     query: jax.Array, key: jax.Array, value: jax.Array, prompt: Tokens, completion: Tokens, platform: str
 ) -> jax.Array:
-    """Attention over rows of a prompt and one completion each; the prompt's own result is that of the first row."""
+    """Attend over rows of a prompt and one completion each; the prompt's own result comes from the first row."""
     count, length = prompt.positions.shape
     steps = completion.positions.shape[-1]
 
@@ -407,7 +405,7 @@ def _flash_groups(
 
 
 def _flash_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
-    """Attention over rows, [B, S, H·E], by the platform's kernels."""
+    """Attend over rows, [B, S, H·E], with the platform's kernels."""
     from grpo_jax.models.kernels import causal_rows  # Pallas, which takes a while to import
 
     mixed = causal_rows(query, key, value, mask, platform)
@@ -422,10 +420,10 @@ def platform_of(device: jax.Device) -> str:
 
 
 def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation: str, *, over_mesh: bool) -> str:
-    """Return how attention is computed on a platform, for `attend_streams`.
+    """Return the attention of a platform, for `attend_streams`.
 
-    ``rows`` on a CPU, whose cache then holds what a row computes. On a GPU or TPU its kernels (``cuda``, ``tpu``)
-    where the computation is in bfloat16 and on one device, else, and where `implementation` is ``eager``, ``blocks``.
+    A CPU uses ``rows``, so that a row's scores fit its cache. A GPU or TPU uses its kernels (``cuda``, ``tpu``) in
+    bfloat16 on one device. Otherwise, and if `implementation` is ``eager``, it uses ``blocks``.
     """
     if platform == "cpu" and not over_mesh:
         return "rows"
@@ -434,5 +432,5 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
 
 
 def _split_group(x: jax.Array, steps: int) -> jax.Array:
-    """[P, G·T, ...] to [P, G, T, ...]."""
+    """Reshape [P, G·T, ...] to [P, G, T, ...]."""
     return x.reshape(x.shape[0], -1, steps, *x.shape[2:])

@@ -1,8 +1,8 @@
-"""Communication between the processes of a run: `broadcast` gives all of them the values of process 0.
+"""Communication between the processes of a run: `broadcast` sends process 0's values to all of them.
 
-Every process runs the same program on the same config, seed and data. Process 0 alone calls rewards and environments,
-writes files and prints. All processes make the same calls in the same order, so only one thread at a time makes them,
-and no code that runs in one process alone may make one.
+Every process runs the same program on the same config, seed and data. Only process 0 calls rewards and environments,
+writes files and prints. All processes must make the calls of this module in the same order. So only one thread at a
+time may call it, and never code that runs in one process alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_jax.errors import UserError
 _Result = TypeVar("_Result")
 _Tree = TypeVar("_Tree")
 _LEAST_BYTES = 4096
-_WAIT_MS = 7 * 24 * 3_600_000  # however long a reward takes; JAX's heartbeat ends who waits for one that is gone
+_WAIT_MS = 7 * 24 * 3_600_000  # longer than any reward; JAX's heartbeat ends the wait for a dead process
 _REPORT_MS = 5000
 _calls = itertools.count(1)
 
@@ -41,7 +41,7 @@ def process_count() -> int:
 
 
 def process_index() -> int:
-    """Return which of them this is, from 0."""
+    """Return the index of this process, from 0."""
     return _state().process_id
 
 
@@ -51,33 +51,33 @@ def is_main_process() -> bool:
 
 
 def barrier() -> None:
-    """Wait, on the host, until all processes are here: collectives that begin minutes apart would time out."""
+    """Wait on the host for all processes: collectives that begin minutes apart would time out."""
     if process_count() > 1:
         _state().client.wait_at_barrier(f"grpo_jax/{next(_calls)}", _WAIT_MS)
 
 
 def broadcast(tree: _Tree) -> _Tree:
-    """Return process 0's tree of dicts, lists, arrays, numbers, texts and None; the others' arguments do not count."""
+    """Return process 0's tree of dicts, lists, arrays, numbers, strings and None; other arguments are ignored."""
     if process_count() == 1:
         return tree
     barrier()
     data = np.frombuffer(msgpack_serialize(tree) if is_main_process() else b"", np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    padded = np.zeros(max(_LEAST_BYTES, 1 << (length - 1).bit_length()), np.uint8)  # few lengths: each is compiled
+    padded = np.zeros(max(_LEAST_BYTES, 1 << (length - 1).bit_length()), np.uint8)  # few sizes: each compiles once
     padded[: len(data)] = data
     content = np.asarray(multihost_utils.broadcast_one_to_all(padded))[:length]
     return tree if is_main_process() else msgpack_restore(content.tobytes())
 
 
 def exchange(text: str) -> list[str]:
-    """Return every process's text, through the coordinator: JAX's devices need not have started."""
+    """Return every process's string, through the coordinator, which needs no JAX backend."""
     client, key = _state().client, f"grpo_jax/{next(_calls)}"
     client.key_value_set(f"{key}/{process_index()}", text)
     return [client.blocking_key_value_get(f"{key}/{number}", _WAIT_MS) for number in range(process_count())]
 
 
 def is_reported() -> bool:
-    """Return whether process 0 fails too, and reports it; every process that fails asks."""
+    """Return whether process 0 also fails and reports it; every failing process must call this."""
     client = _state().client
     with suppress(jax.errors.JaxRuntimeError):
         if is_main_process():
@@ -88,7 +88,7 @@ def is_reported() -> bool:
 
 
 def any_process(flag: bool) -> bool:
-    """Return, in all processes, whether the flag is set in one of them."""
+    """Return in all processes whether the flag is set in any of them."""
     return flag if process_count() == 1 else "1" in exchange("1" if flag else "0")
 
 
@@ -107,7 +107,7 @@ def on_all_processes(compute: Callable[[], _Result]) -> _Result:
 
 
 def from_main_process(compute: Callable[[], _Result]) -> _Result:
-    """Return process 0's result, which is JSON, in all processes; the others do not compute it."""
+    """Return process 0's JSON result in all processes; the others do not compute it."""
     if process_count() == 1:
         return compute()
     result = on_all_processes(lambda: json.dumps(compute()) if is_main_process() else "")

@@ -1,7 +1,6 @@
-"""The scanned decoder that serves every architecture, its freshly drawn weights, and its layers apart.
+"""The scanned decoder of every architecture, its initialisation, and its unstacked layers.
 
-One CUDA device decodes from layers that have arrays of their own, with projections of the same states joined; so does
-a frozen base.
+One CUDA device decodes from unstacked layers with fused projections of the same states; so does a frozen base.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from grpo_jax.models.positions import prompt_context
 from grpo_jax.models.sharding import OverPrompts
 from grpo_jax.models.variables import PyTree, Variables, split_layers
 
-_Columns = dict[str, slice]  # the outputs of each part of a joined projection
+_Columns = dict[str, slice]  # the outputs of each part of a fused projection
 
 
 class Decoder(nn.Module):
@@ -32,9 +31,9 @@ class Decoder(nn.Module):
     config: ModelConfig  # shape and choices
     dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
     remat: str = "products"  # see `Policy`
-    lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
-    stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
-    # lays the states [P, S, D] that enter a layer over a mesh of devices; None for one device
+    lora: LoraConfig | None = None  # configuration of the adapters in the `lora` collection, if any
+    stacked: bool = True  # one scanned layer with stacked weights, or separate layers in a loop
+    # shards a layer's input states [P, S, D] over the mesh; None for one device
     spread: OverPrompts | None = None
     attention: str = "rows"  # see `attend_streams`
     products: str = ""  # see `Policy.products`
@@ -75,10 +74,10 @@ class Decoder(nn.Module):
         context: Context,
         cached_inputs: Sequence[LayerInput] = (),
     ) -> tuple[jax.Array, PyTree]:
-        """Run tokens i32 [P, S], the prompts' unless their keys are cached, then the completions'.
+        """Run tokens i32 [P, S]: the prompts' unless their keys are cached, then the completions'.
 
-        Returns the final states [P, S, D], and new keys and values of the layers (see ``attend_streams``): stacked
-        along a leading axis, or a list. Unstacked layers take those they read, if any, from `cached_inputs`.
+        Returns the final states [P, S, D], and the layers' new keys and values (see ``attend_streams``). These are
+        stacked along a leading axis, or a list. Unstacked layers read cached keys and values from `cached_inputs`.
         """
         architecture = architecture_of(self.config)
         x = self._embed(tokens, context)  # [P, S, D]
@@ -92,7 +91,7 @@ class Decoder(nn.Module):
         return self.norm(x), new_keys_values
 
     def _embed(self, tokens: jax.Array, context: Context) -> jax.Array:
-        """Embedded tokens [P, S, D], with pictures in their places and learned positions added."""
+        """Embed tokens to [P, S, D], insert picture states and add learned positions."""
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
         x = x if self.spread is None else self.spread.embedded(x)
         if self.config.embedding_scale != 1:
@@ -100,14 +99,14 @@ class Decoder(nn.Module):
         x = embed_pictures(x, context.vision)
         if not architecture_of(self.config).learned_positions:
             return x
-        # Past the table's end comes NaN, never another token's position.
+        # Beyond the table's end the result is NaN, never another token's position.
         places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
         return x + places.astype(self.dtype)
 
     def _one_by_one(
         self, x: jax.Array, inputs: LayerInput, context: Context, cached_inputs: Sequence[LayerInput]
     ) -> tuple[jax.Array, list[PyTree]]:
-        """Run layers that have weights of their own on states [P, S, D]."""
+        """Run unstacked layers on states [P, S, D]."""
         layers = [self._recomputed(layer) for layer in self.layers] if self.remat == "layer" else self.layers
         new_keys_values = []
         for i, (layer, cached) in enumerate(zip(layers, cached_inputs or [LayerInput()] * len(layers), strict=True)):
@@ -124,7 +123,7 @@ def init_variables(
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
-    """Draw variables: normal weights (``Architecture.initial_stddev``), unit norms, zero biases, float32 adapters."""
+    """Initialise variables: normal weights (``Architecture.initial_stddev``), unit norms, zero biases, f32 adapters."""
     decoder = Decoder(config, remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
@@ -139,46 +138,46 @@ def init_variables(
     return variables
 
 
-def joined_config(config: ModelConfig) -> ModelConfig:
-    """The config of the decoder that reads the result of `join_projections`."""
+def fused_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the decoder for the result of `fuse_projections`."""
     return dataclasses.replace(config, fused=True) if isinstance(config, DecoderConfig) else config
 
 
-def join_projections(variables: Variables, config: ModelConfig) -> Variables:
-    """Unstacked variables with kernels, biases and adapters of queries, keys and values, and of gate and up, as one.
+def fuse_projections(variables: Variables, config: ModelConfig) -> Variables:
+    """Fuse query, key and value projections, and gate and up, in unstacked variables: kernels, biases and adapters.
 
-    Outputs lie side by side, as Phi-3's; so do quantised ones and their scales. Adapters become one pair of factors,
-    of which each part of the outputs reads its own. What is joined already stays as it is.
+    Outputs are concatenated as in Phi-3; so are quantised ones and their scales. Adapters become one pair of factors,
+    and each part of the outputs reads its own columns. Fused projections stay unchanged.
     """
-    projections = _joined_columns(config).items()
-    joined = {"params": dict(variables["params"]), "lora": dict(variables.get("lora", {}))}
-    for collection, with_joined in (("params", _with_joined_kernels), ("lora", _with_joined_adapters)):
-        for layer in [name for name in joined[collection] if name.startswith("layers_")]:
+    projections = _fused_columns(config).items()
+    fused = {"params": dict(variables["params"]), "lora": dict(variables.get("lora", {}))}
+    for collection, with_fused in (("params", _with_fused_kernels), ("lora", _with_fused_adapters)):
+        for layer in [name for name in fused[collection] if name.startswith("layers_")]:
             for name, columns in projections:
-                if any(part in joined[collection][layer] for part in columns):
-                    joined[collection][layer] = with_joined(joined[collection][layer], name, columns)
-    return {**variables, "params": joined["params"]} | ({"lora": joined["lora"]} if "lora" in variables else {})
+                if any(part in fused[collection][layer] for part in columns):
+                    fused[collection][layer] = with_fused(fused[collection][layer], name, columns)
+    return {**variables, "params": fused["params"]} | ({"lora": fused["lora"]} if "lora" in variables else {})
 
 
-def apart_and_joined(params: Variables, config: ModelConfig) -> Variables:
-    """Parameters with stacked layers as `join_projections` has them; what is in the host's memory stays there."""
-    return join_projections({"params": split_layers(params)}, config)["params"]
+def unstack_and_fuse(params: Variables, config: ModelConfig) -> Variables:
+    """Unstack parameters and fuse their projections (`fuse_projections`); host arrays stay on the host."""
+    return fuse_projections({"params": split_layers(params)}, config)["params"]
 
 
 def separate(params: Variables, config: ModelConfig) -> dict[str, PyTree]:
-    """Undo `apart_and_joined`, but for `ListedLayers` in place of stacks; what is stacked stays as it is."""
+    """Undo `unstack_and_fuse`, with `ListedLayers` in place of stacks; stacked layers stay unchanged."""
     apart = [params[name] for name in (f"layers_{i}" for i in range(config.num_layers)) if name in params]
     if not apart:
         return dict(params)
     layers: dict[str, PyTree] = {}
-    projections = _joined_columns(config)
+    projections = _fused_columns(config)
     for module, leaves in apart[0].items():
         for name, columns in projections.get(module, {module: slice(None)}).items():
             layers[name] = {leaf: ListedLayers(tuple(x[module][leaf] for x in apart), columns) for leaf in leaves}
     return {name: part for name, part in params.items() if not name.startswith("layers_")} | {"layers": layers}
 
 
-def _joined_columns(config: ModelConfig) -> dict[str, _Columns]:
+def _fused_columns(config: ModelConfig) -> dict[str, _Columns]:
     if not isinstance(config, DecoderConfig) or config.fused:
         return {}
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -193,7 +192,7 @@ def _side_by_side(widths: dict[str, int]) -> _Columns:
     return {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
 
 
-def _with_joined_kernels(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
+def _with_fused_kernels(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
     def beside(*parts: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         numpy = np if isinstance(parts[0], np.ndarray) else jnp
         return numpy.concatenate(parts, axis=-1)
@@ -202,7 +201,7 @@ def _with_joined_kernels(layer: Variables, name: str, columns: _Columns) -> dict
     return rest | {name: jax.tree.map(beside, *(layer[part] for part in columns))}
 
 
-def _with_joined_adapters(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
+def _with_fused_adapters(layer: Variables, name: str, columns: _Columns) -> dict[str, PyTree]:
     rest = {other: tree for other, tree in layer.items() if other not in columns}
     present = {part: outputs for part, outputs in columns.items() if part in layer}
     width = max(outputs.stop for outputs in columns.values())

@@ -1,4 +1,4 @@
-"""Checks of the fields of a ``config.json``: kinds, ranges, values that would change results; their errors."""
+"""Validation of a ``config.json``: types, ranges, and fields that would change results."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,18 +9,18 @@ from grpo_jax.errors import UserError, one_line, short_repr
 ConfigJson = Mapping[str, Any]
 """The contents of a ``config.json``, or of a table in it."""
 
-_LARGEST = 3.4e38  # of float32, in which models compute
+_LARGEST = 3.4e38  # largest float32
 
 
 class Kind(NamedTuple):
-    """A kind of value: in words, and as a test."""
+    """A kind of value: its description and its test."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def whole(least: int, most: int) -> Kind:
-    """Whole numbers of a range; the upper ends used are beyond any model there is."""
+    """Make the kind of integers in a range; upper bounds exceed those of any existing model."""
     return Kind(
         f"a whole number from {least} to {most}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
@@ -28,7 +28,7 @@ def whole(least: int, most: int) -> Kind:
 
 
 def list_of(kind: Kind, words: str) -> Kind:
-    """Lists whose entries are all of a kind."""
+    """Make the kind of lists with entries of one kind."""
     return Kind(words, lambda value: isinstance(value, list | tuple) and all(map(kind.holds, value)))
 
 
@@ -43,7 +43,7 @@ LAYERS = whole(1, 2**12)
 HEADS = whole(1, 2**14)
 VOCABULARY = whole(1, 2**24)
 POSITIONS = whole(1, 2**31 - 1)
-TABLE_POSITIONS = whole(1, 2**24)  # of a table of positions, which is allocated
+TABLE_POSITIONS = whole(1, 2**24)  # rows of a position table, which is allocated
 POSITIVE = Kind("a finite number > 0", lambda value: _finite(value) and value > 0)
 NOT_NEGATIVE = Kind("a finite number >= 0", lambda value: _finite(value) and value >= 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -89,12 +89,12 @@ def check_fields(
     model_type: str,
     required: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return the fields that are not null. ValueError names one that is missing, of another kind or not supported.
+    """Return the non-null fields. ValueError names one that is missing, of another kind or not supported.
 
     Args:
-        kinds: Of the fields that are honoured.
-        neutral: Values of the others at which they change nothing.
-        required: Fields that must be there.
+        kinds: Kinds of the supported fields.
+        neutral: Allowed values of the other fields, which change nothing.
+        required: Fields that must be present.
     """
     check_kinds(fields, kinds)
     fields = not_null(fields)
@@ -106,20 +106,20 @@ def check_fields(
 
 
 def check_kinds(fields: ConfigJson, kinds: Mapping[str, Kind], where: str = "") -> None:
-    """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
+    """Raise ValueError naming the first field of another kind and its value; missing fields and None pass."""
     for name, kind in kinds.items():
         value = fields.get(name)
         expect(value is None or kind.holds(value), f"{where}{name}", kind.words, value)
 
 
 def expect(holds: bool, name: str, words: str, value: Any) -> None:
-    """Raise ValueError naming a field, its valid values and its value, unless a condition holds."""
+    """Raise ValueError with a field's name, valid values and value, unless the condition holds."""
     if not holds:
         raise ValueError(f"{name}: expected {words}, got {short_repr(value)}")
 
 
 def refuse_changed(fields: ConfigJson, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
-    """Raise ValueError naming the first field that is not at one of its neutral values; absent ones and None pass."""
+    """Raise ValueError naming the first field with a value that is not neutral; missing fields and None pass."""
     for name, values in neutral.items():
         value = fields.get(name)
         if value is not None and value not in values:
@@ -127,13 +127,13 @@ def refuse_changed(fields: ConfigJson, neutral: Mapping[str, tuple[Any, ...]], m
 
 
 def not_null(fields: ConfigJson) -> dict[str, Any]:
-    """The fields that are not null, which counts as absent."""
+    """Return the non-null fields; null counts as missing."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 @contextmanager
 def as_user_error(start: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise UserError("start: error") in place of errors of these kinds."""
+    """Convert errors of these types to UserError("start: error")."""
     try:
         yield
     except kinds as error:
@@ -142,7 +142,7 @@ def as_user_error(start: str, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def failures_named(what: str) -> Iterator[None]:
-    """Make a tokenizer's failure a UserError that begins so; in Rust it is a panic, which is no ``Exception``."""
+    """Convert a tokenizer's failure to UserError; a Rust panic is not an ``Exception``."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Functions that can be compiled before there are arrays to call them with."""
+"""Functions that can be compiled ahead of time from shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from grpo_jax.models.variables import PyTree
 
 
 class Jitted:
-    """`jax.jit` of a function, which compiles ahead where it is called with shapes.
+    """`jax.jit` of a function that compiles ahead of time if called with shapes.
 
-    Called with a `jax.ShapeDtypeStruct` among its arguments it traces, compiles in a thread, and returns the results'
-    shapes. Calls with such arrays find the program in jit's own cache, and wait while it is being made.
+    Given a `jax.ShapeDtypeStruct` among its arguments, it traces, compiles in a thread, and returns the shapes of the
+    results. Later calls with such arrays find the program in jit's own cache, and wait until it is compiled.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
@@ -25,11 +25,11 @@ class Jitted:
         self._compiling: dict[Hashable, Future[None]] = {}
 
     def __call__(self, *arguments: PyTree) -> Any:
-        """Call it, or compile it for shapes."""
+        """Call the function, or compile it for shapes."""
         return self.ready(*arguments)(*arguments)
 
     def ready(self, *arguments: PyTree) -> Callable[..., Any]:
-        """Return what to call with such arguments: jit's function, or one that compiles it."""
+        """Return the callable for such arguments: jit's function, or one that compiles it."""
         leaves = jax.tree.leaves(arguments)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return self._compile
@@ -52,7 +52,7 @@ class Jitted:
         def compile_lowered() -> None:
             try:
                 lowered.compile()
-            finally:  # a failure shows where the function is called
+            finally:  # the call of the function raises a failure again
                 done.set_result(None)
 
         threading.Thread(target=compile_lowered, name=f"{ABANDONED}compiling").start()
@@ -60,7 +60,7 @@ class Jitted:
 
 
 def placed(leaf: Any, place: jax.sharding.Sharding | None, rows: int | None = None) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array in a place, or of so many of its rows."""
+    """Return an array's shape with a sharding, or the shape of its first `rows` rows."""
     shape = leaf.shape if rows is None else (rows, *leaf.shape[1:])
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place, weak_type=getattr(leaf, "weak_type", False))
 

@@ -1,11 +1,11 @@
-"""Attention by Pallas kernels: JAX's own of whole rows for GPUs and TPUs, and ours of one decoded token for GPUs.
+"""Pallas kernels for attention: JAX's own for whole rows on GPUs and TPUs, and ours for one decoded token on GPUs.
 
-`causal_rows` holds no scores or masks in memory; lengths and segments alone reach its kernels (Dao et al. 2022,
-arXiv:2205.14135). They take bfloat16, which every GPU that Triton compiles for has; their products of float32 would
-not be float32.
+`causal_rows` materialises no scores or masks; only lengths and segments reach its kernels (FlashAttention, Dao et al.
+2022, arXiv:2205.14135). They compute in bfloat16, which every GPU supported by Triton has; with float32 inputs their
+products would lose precision.
 
-`attend_token` reads the prompt's shared keys and the completion's own as far as they are written, with a running
-softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), and writes the new key and value into the cache in place.
+`attend_token` reads the prompt's shared keys and the completion's written keys with an online softmax (Milakov and
+Gimelshein 2018, arXiv:1805.02867). It writes the new key and value into the cache in place.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-_FLASH_BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads of 128
-_FLASH_PADDED = 128  # rows are padded to a multiple of it
-_ROWS = 16  # of a product in Triton, at least
-_BLOCK = 64  # keys at a time
+_FLASH_BLOCK = 64  # block of queries and keys on a GPU: 80 KiB of shared memory with head size 128
+_FLASH_PADDED = 128  # rows are padded to a multiple of this
+_ROWS = 16  # least number of rows of a product in Triton
+_BLOCK = 64  # keys per block
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
-    """Softmax attention of every token to those before it in its row and itself, with scores scaled by E^-0.5.
+    """Compute causal softmax attention within rows, with scores scaled by E^-0.5.
 
     Args:
         query: [B, S, K, R, E].
-        key: [B, S, K, E]; R query heads read each.
+        key: [B, S, K, E]; R query heads read each key head.
         value: [B, S, K, E].
         mask: bool [B, S], False on padding, which no other token reads.
         platform: ``cuda`` or ``tpu``.
 
     Returns:
-        [B, S, K, R, E], as large and of the type of the queries.
+        [B, S, K, R, E], with the dtype of the queries.
     """
     rows, length, heads, shared, size = query.shape
     more = -length % _FLASH_PADDED
@@ -80,7 +80,7 @@ def attend_token(
     cache: tuple[jax.Array, jax.Array],
     slot: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Softmax attention of each completion's new token, with scores scaled by E^-0.5, and the cache that holds it.
+    """Compute softmax attention of each completion's new token, with scores scaled by E^-0.5; also return the cache.
 
     Args:
         query: [P, G, K, R, E].
@@ -88,11 +88,11 @@ def attend_token(
         value: [P, G, K, E].
         prefix: The prompts' keys [P, K, E, L] and values [P, K, L, E].
         mask: bool [P, L], False on the prompts' padding.
-        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E], as `attention.Cache` has them.
-        slot: i32 scalar, how many of their slots are written; the new token gets the next one.
+        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E], as in `attention.Cache`.
+        slot: i32 scalar, the number of written slots; the new token gets the next one.
     """
     shared, size = query.shape[-2:]
-    # One array: XLA makes it, rotated, in one kernel.
+    # XLA makes and rotates one array in one kernel.
     heads = jnp.concatenate([query, key[..., None, :], value[..., None, :]], axis=-2)
     rows = max(_ROWS, pl.next_power_of_2(shared))
     operands = heads, *prefix, mask, slot, *cache
@@ -113,7 +113,7 @@ def attend_token(
 
 
 def _heads_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
-    """All heads, and what of the rows of a product lies behind them: masked, but jax 0.12 refuses what is not there."""
+    """Return the block of all heads, padded to the rows of a product; those are masked, but jax 0.12 needs them."""
     return pl.BlockSpec((None, None, None, max(rows, x.shape[3]), x.shape[4]), lambda g, k, p: (p, g, k, 0, 0))
 
 
@@ -122,7 +122,7 @@ def _own_spec(x: jax.Array) -> pl.BlockSpec:
 
 
 def _kernel(heads, *refs, shared: int, rows: int, scale: float):
-    """A completion's token and one key head; the softmax begins with the token itself, which is always read."""
+    """Attend with one completion's token and one key head; the softmax begins with the token itself."""
     prompt_keys, prompt_values, mask, slot, own_keys, own_values, mixed, new_keys, new_values = refs
     here = (jnp.arange(rows) < shared)[:, None]
     query = triton.load(heads.at[pl.ds(0, rows), :], mask=here, other=0)
@@ -137,7 +137,7 @@ def _kernel(heads, *refs, shared: int, rows: int, scale: float):
 
 
 def _attend(query, keys, values, length, state: _Softmax, scale: float, mask=None) -> _Softmax:
-    """Take the first keys [E, S] and values [S, E], `length` of them, into the maxima, sums and sums of values."""
+    """Add the first `length` keys [E, S] and values [S, E] to the running maxima, sums and sums of values."""
 
     def block(i: jax.Array, state: _Softmax) -> _Softmax:
         top, total, sums = state

@@ -1,4 +1,4 @@
-"""Architectures are made of this: a description, projections, norms, activations, experts; and a small perceptron."""
+"""Building blocks of architectures: their description, projections, norms, activations, experts; and a small MLP."""
 
 import math
 import zlib
@@ -29,67 +29,66 @@ ACTIVATIONS = {
 }
 
 
-# How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
-# A fused one, whose outputs are several things side by side, is not cut that way.
+# Sharding of a projection along the tensor axis: each device computes some of its outputs, or reads some of its inputs.
+# A fused projection is not sharded, since its outputs are several concatenated parts.
 COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
 
 
-_NARROW = "narrow product"  # names its results for rematerialisation, which does not look into custom gradients
+_NARROW = "narrow product"  # checkpoint name of its results: rematerialisation does not see into custom gradients
 
 
 class Naming(NamedTuple):
-    """How the folders of an architecture name their tensors."""
+    """Tensor names in the folders of an architecture."""
 
-    # where a folder keeps its language model; the first that has an embedding wins, and the first of all is where
-    # transformers' model has it
+    # possible prefixes of the language model; the first with an embedding wins, and the first of all is that of
+    # transformers' model
     prefixes: tuple[str, ...]
-    heads: tuple[str, ...]  # names of a head of its own
-    tensors: Mapping[str, str]  # tensors outside of layers: the decoder's name → Hugging Face's behind the prefix
+    heads: tuple[str, ...]  # names of an untied head
+    tensors: Mapping[str, str]  # tensors outside of layers: the decoder's name → Hugging Face's after the prefix
     layers: str  # name of the list of layers
     modules: Mapping[str, str]  # of a layer: the decoder's name → Hugging Face's, with {} for the number of an expert
     transposed: bool  # kernels are stored [out, in] (Linear), not [in, out] (Conv1D)
-    constants: str  # pattern of tensors that old folders store although nothing is learned in them
-    beside: tuple[str, ...] = ()  # prefixes of other parts than the language model (a vision tower)
+    constants: str  # pattern of constant tensors that old folders store
+    beside: tuple[str, ...] = ()  # prefixes of parts beside the language model (a vision tower)
 
 
 class Architecture(NamedTuple):
     """One model architecture, a row of the table in `architectures`.
 
-    Its configs are frozen dataclasses, hashable and hence static under jit, with at least the fields vocab_size,
-    hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions, tie_word_embeddings,
-    initializer_range, model_type, vision (None: no pictures), logit_softcap (None: no cap) and embedding_scale.
-    The class joins the union `ModelConfig`.
+    Its configs are frozen dataclasses, hashable and hence static under jit, and members of the union `ModelConfig`.
+    They have at least these fields: vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim,
+    max_positions, tie_word_embeddings, initializer_range, model_type, vision (None: no pictures), logit_softcap (None:
+    no cap), embedding_scale.
     """
 
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
     config: type  # class of its configs
     read: Callable[[ConfigJson], Any]  # (contents of config.json) -> a config
     # its layer, a module made as block(config, dtype, lora, spread, attention, products) and called as
-    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values). It calls `spread` on the states
-    # first, unless that is None, and hands lora and products to its `Projection`s. Queries [P, S, K, H/K, E], keys and
-    # values [P, S, K, E] go to `attend_streams` with LayerInput, Context and `attention`, which returns what the heads
-    # read, [P, S, H·E], and what the layer returns beside the states
+    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values). It first calls `spread` on the
+    # states, unless that is None, and passes lora and products to its `Projection`s. It passes queries
+    # [P, S, K, H/K, E], keys and values [P, S, K, E] to `attend_streams` with LayerInput, Context and `attention`. That
+    # returns the heads' outputs [P, S, H·E], and the layer's new keys and values
     block: type[nn.Module]
     # (config) -> the norm after the last layer
     final_norm: Callable[[Any], nn.Module]
-    learned_positions: bool  # whether embedded positions are added to the embedded tokens
-    # (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine, each
-    # float32 [.., E/2], by which the layers rotate queries and keys, with a leading axis of kinds where layers differ;
-    # None where they do not rotate
+    learned_positions: bool  # whether learned position embeddings are added to the embedded tokens
+    # (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures) -> cosine and sine of the rotary embedding, each
+    # float32 [.., E/2], with a leading axis of kinds if layers differ; None without rotary embeddings
     rotation: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array] | None]
-    # (config) -> what each layer is given beside the states, stacked along a leading axis
+    # (config) -> the other inputs of each layer, stacked along a leading axis
     layer_inputs: Callable[[Any], LayerInput]
-    # names of the layers' kernels, on which adapters can be put → `COLUMNS`, `ROWS` or `FUSED`
+    # names of the layers' kernels, which can have adapters → `COLUMNS`, `ROWS` or `FUSED`
     projections: Mapping[str, str]
-    # (config, name of a projection or embedding) -> standard deviation of freshly drawn weights
+    # (config, name of a projection or embedding) -> standard deviation at initialisation
     initial_stddev: Callable[[Any, str], float]
     naming: Naming  # of the tensors in its folders
-    # (config) -> the most tokens of prompt and completion together, for rotated positions that end; else None
+    # (config) -> the limit of prompt plus completion tokens, if rotary positions have one; else None
     longest: Callable[[Any], int | None] = lambda config: None
 
 
 def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
-    """The layer, rematerialised as ``policy.Policy`` says; out of a scan layers are left to `recomputed`."""
+    """Rematerialise a layer as ``policy.Policy`` defines; outside a scan `recomputed` does that."""
     if remat == "none" or (remat == "layer" and not scanned):
         return block
     policies = jax.checkpoint_policies
@@ -99,15 +98,15 @@ def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> 
 
 
 def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
-    """A layer of a frozen base as (params, adapters, x, ...) → its result, computed again in the backward pass.
+    """Make a layer of a frozen base (params, adapters, x, ...) → result that is recomputed in the backward pass.
 
-    In an unrolled stack XLA postpones the gradients of adapters, and holds every layer's inputs for them. Barriers
-    therefore order a layer's backward pass: it begins once the gradient of the result is there, and hands on that of x
-    once the adapters have theirs. Parameters have no gradient.
+    In an unrolled stack, XLA would postpone the adapters' gradients and keep every layer's inputs for them. Barriers
+    therefore order a layer's backward pass: it starts after the gradient of the result, and passes on that of x after
+    the adapters' gradients. Parameters have no gradient.
     """
 
     def apply(params: PyTree, adapters: PyTree, *inputs: PyTree) -> PyTree:
-        with jax.named_scope(layer.name):  # profiles name its kernels by it
+        with jax.named_scope(layer.name):  # for the kernels' names in profiles
             return layer.apply({"params": params, "lora": adapters}, *inputs)
 
     call = jax.custom_vjp(apply)
@@ -127,7 +126,7 @@ def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
 def draw_params(
     shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float], dtype: jax.typing.DTypeLike
 ) -> PyTree:
-    """Draw parameters: normal weights with the standard deviation of their path, unit norms, zero biases."""
+    """Initialise parameters: normal weights with the standard deviation of their path, unit norms, zero biases."""
 
     def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         names = tuple(entry.key for entry in path)
@@ -143,7 +142,7 @@ def draw_params(
 
 
 class Projection(nn.Module):
-    """Linear map with an optional bias and, where the ``lora`` collection has one, an adapter."""
+    """Linear map with an optional bias, and an adapter if the ``lora`` collection has one."""
 
     features: int
     use_bias: bool
@@ -153,10 +152,10 @@ class Projection(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] to [..., features]."""
-        # Values are drawn by decoder.init_variables, which takes only names and shapes from here.
+        """Map [..., in] to [..., features]."""
+        # decoder.init_variables draws the values; it takes only names and shapes from here.
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features))
-        # As one matrix: contracting two axes at once, the kernel's gradient would be a product of transposed copies.
+        # Flatten to one matrix: contracting two axes would transpose and copy both factors of the kernel's gradient.
         rows = x.reshape(-1, x.shape[-1])
         y = self._product(self._alone(rows, ""), kernel)
         if self.use_bias:
@@ -173,18 +172,18 @@ class Projection(nn.Module):
         return rows @ as_array(kernel, self.dtype)
 
     def _alone(self, rows: jax.Array, factor: str) -> jax.Array:
-        """The rows as an array of their own to XLA, which for CUDA joins the products of one array: it copies their
-        weights side by side, out of the stack and for every token."""
+        """Hide from XLA that products share these rows: for CUDA it would join them, and copy their weights out of the
+        stack for every token."""
         if self.products != "apart":
             return rows
-        mark = jnp.int32(zlib.crc32(f"{self.name}/{factor}".encode()) >> 1)  # two equal barriers would become one
+        mark = jnp.int32(zlib.crc32(f"{self.name}/{factor}".encode()) >> 1)  # XLA would merge two equal barriers
         return jax.lax.optimization_barrier((rows, mark))[0]
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
+    """RMS norm, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    With `unit_offset` it multiplies by 1 + weight before rounding to x's dtype, else by the weight after it.
+    With `unit_offset` it multiplies by 1 + weight before rounding to x's dtype, else by the weight afterwards.
     """
 
     epsilon: float
@@ -204,7 +203,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Zero mean and unit variance over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+    """Layer norm over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
 
     epsilon: float
 
@@ -221,7 +220,7 @@ class LayerNorm(nn.Module):
 
 
 class Router(nn.Module):
-    """The experts of each token and their weights: `chosen` of them, whose weights add up to 1 where `normalised`."""
+    """Router: top-k experts of each token (k = `chosen`) and their weights, which sum to 1 if `normalised`."""
 
     experts: int
     chosen: int
@@ -230,7 +229,7 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """States [N, D] to weights [N, k] and experts i32 [N, k]: the largest of softmax(x · embeddingᵀ)."""
+        """Map states [N, D] to weights [N, k] and experts i32 [N, k], the largest of softmax(x · embeddingᵀ)."""
         embedding = self.param("embedding", nn.initializers.zeros, (self.experts, x.shape[-1]))
         scores = (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.chosen)
@@ -247,21 +246,21 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Rows [M, in] sorted by expert, sizes i32 [X] of each expert's, to [M, features]."""
+        """Map rows [M, in], sorted by expert with sizes i32 [X], to [M, features]."""
         shape = (self.experts, rows.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.zeros, shape)
         return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
 
 
 def sorted_by_expert(x: jax.Array, experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort states [N, D] by experts i32 [N, k]: rows [N·k, D], their old places i32 [N·k], sizes i32 [count]."""
+    """Sort states [N, D] by experts i32 [N, k]: rows [N·k, D], their old indices i32 [N·k], sizes i32 [count]."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     return jnp.take(x, order // experts.shape[-1], axis=0), order, jnp.bincount(flat, length=count)
 
 
 def combine_experts(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    """Put the experts' rows [N·k, D] back at their tokens and add them up by the weights [N, k], to [N, D]."""
+    """Sum the experts' rows [N·k, D] of each token with weights [N, k], to [N, D]."""
     places = jnp.argsort(order)
     back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)
     return jnp.einsum("NKD,NK->ND", back, weights)
@@ -275,7 +274,7 @@ class Network(NamedTuple):
 
 
 class MLP(nn.Module):
-    """Hidden layers with an activation, then one linear output that is squeezed: `[.., F]` → `[..]`."""
+    """MLP with one linear output, which is squeezed: `[.., F]` → `[..]`."""
 
     hidden: Sequence[int]
     activation: str
@@ -283,7 +282,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Observations `[.., F]` to one number each, `[..]`."""
+        """Map observations `[.., F]` to one number each, `[..]`."""
         for width in self.hidden:
             x = ACTIVATIONS[self.activation](nn.Dense(width, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
         return nn.Dense(1, kernel_init=nn.initializers.orthogonal(self.output_scale))(x)[..., 0]
@@ -292,11 +291,11 @@ class MLP(nn.Module):
 def make_mlp(
     features: int, *, hidden: Sequence[int] = (64,), activation: str = "tanh", output_scale: float = 0.01
 ) -> Network:
-    """Make a perceptron of F inputs with one output: the log-odds of one of two actions, or a value.
+    """Make an MLP of F inputs with one output: the log-odds of one of two actions, or a value.
 
-    Orthogonal start with gain √2 in the hidden layers and zero biases, as PPO's reference code has it
-    (https://arxiv.org/abs/2005.12729, table 1). `output_scale` is the last layer's gain: small, so that a policy
-    starts near uniform. Without hidden layers it is linear.
+    Initialisation is orthogonal with gain √2 in the hidden layers, and biases are zero, as in PPO's reference code
+    (https://arxiv.org/abs/2005.12729, table 1). `output_scale` is the last layer's gain; if small, a policy starts
+    near uniform. Without hidden layers the network is linear.
     """
     module = MLP(tuple(hidden), activation, output_scale)
 
@@ -304,7 +303,7 @@ def make_mlp(
         return module.init(key, jnp.zeros((1, features)))["params"]
 
     def apply(params: PyTree, observations: jax.Array) -> jax.Array:
-        # As one matrix: on CPU a product with several leading axes, batched over seeds, takes four times as long.
+        # Flatten to one matrix: on CPU a product with several leading axes, vmapped over seeds, takes 4 × as long.
         rows = observations.reshape(-1, features)
         return module.apply({"params": params}, rows).reshape(observations.shape[:-1])
 

@@ -1,11 +1,11 @@
-"""Low-rank adapters, and the frozen weights in 8 or 4 bits beside them.
+"""LoRA adapters, and weight-only quantisation of the frozen base to 8 or 4 bits.
 
-Adapters are a collection of their own: `layers.Projection` adds them to its product, and
-`training.state.reference_variables` leaves the collection out, which is the base model exactly.
+Adapters are a separate collection. `layers.Projection` adds them to its product; without the collection, as in
+`training.state.reference_variables`, the model is exactly the base.
 
-A quantised weight is stored through qwix as round(w / s), with s the largest magnitude of its group over the largest
-integer; products are computed from s · round(w / s) in the computation's dtype (weight-only quantisation, as in
-QLoRA, Dettmers et al. 2023, arXiv:2305.14314, with evenly spaced integers).
+qwix stores a quantised weight as round(w / s), with s the largest magnitude of its group divided by the largest
+integer. Products use s · round(w / s) in the compute dtype, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314) but
+with evenly spaced integers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied, is_quan
 if TYPE_CHECKING:
     from qwix import QArray
 
-TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
+TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column shares one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +34,17 @@ class LoraConfig:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # projections that get one, of the model's architecture (``Architecture.projections``)
-    vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerArchitecture.projections``)
+    targets: tuple[str, ...]  # target projections of the architecture (``Architecture.projections``)
+    vision: tuple[str, ...] = ()  # target projections of the vision tower (``TowerArchitecture.projections``)
 
     @property
     def scale(self) -> float:
-        """Factor alpha / rank of the product."""
+        """Return the product's factor alpha / rank."""
         return self.alpha / self.rank
 
 
 def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
-    """Raise ValueError for targets that an architecture with these projections lacks."""
+    """Raise ValueError for targets that are not projections of the architecture."""
     unknown = [name for name in lora.targets if name not in projections]
     expect(not unknown, "targets", f"some of {tuple(projections)} for model_type {model_type!r}", unknown)
 
@@ -52,9 +52,9 @@ def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str)
 def init_adapters(
     params: Variables, key: jax.Array, lora: LoraConfig, visual: Variables | None = None
 ) -> dict[str, PyTree]:
-    """Draw float32 adapters for a decoder's parameters (or their shapes): A uniform, B zero, so nothing changes yet.
+    """Initialise float32 adapters for a decoder's parameters (or shapes): A uniform, B zero, so nothing changes yet.
 
-    Each target gets ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; the vision tower's lie under ``visual``.
+    Each target gets ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; the vision tower's are in ``visual``.
     """
     adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
     if lora.vision and visual is not None:
@@ -75,7 +75,7 @@ def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: in
 
 
 class ListedLayers(NamedTuple):
-    """A stack of weights that is not made: each layer has an array of its own, of which these are some columns."""
+    """A virtual stack of weights: some columns of each layer's own array."""
 
     layers: tuple[jax.Array | QArray, ...]
     columns: slice
@@ -87,16 +87,16 @@ class ListedLayers(NamedTuple):
         return (len(self.layers), *shape[:-1], len(range(*self.columns.indices(shape[-1]))))
 
     def at(self, index: tuple[int, ...]) -> PyTree:
-        """The weights of a layer, or of its expert."""
+        """Return the weights of a layer, or of its expert."""
         return jax.tree.map(lambda leaf: entry(leaf, index[1:])[..., self.columns], self.layers[index[0]])
 
 
 class MergedKernel(NamedTuple):
-    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory."""
+    """A stack of kernels with its adapter merged layer by layer: the whole is never in memory."""
 
     # [layers, in, out], or [layers, experts, in, out]; an array or quantised
     kernel: jax.Array | QArray | ListedLayers
-    # `a` [layers, in, rank] and `b` [layers, rank, out]; None where it has none
+    # `a` [layers, in, rank] and `b` [layers, rank, out]; None without an adapter
     adapter: Mapping[str, jax.Array] | None
     scale: float  # of their product
 
@@ -106,7 +106,7 @@ class MergedKernel(NamedTuple):
         return self.kernel.shape
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
-        """The kernel of a layer, or of its expert, float32."""
+        """Return the kernel of a layer, or of its expert, float32."""
         kernel = as_array(entry(self.kernel, index), jnp.float32)
         if self.adapter is None:
             return kernel
@@ -115,7 +115,7 @@ class MergedKernel(NamedTuple):
 
 
 def entry(stack: PyTree, index: tuple[int, ...]) -> PyTree:
-    """stack[index] of each of its arrays, by a program that serves every index; or as stacks of their own kinds say."""
+    """Return stack[index] of each array, by one program for every index; or `at(index)` of a virtual stack."""
     if isinstance(stack, ListedLayers | MergedKernel):
         return stack.at(index)
     axes = len(index)
@@ -128,9 +128,9 @@ def entry(stack: PyTree, index: tuple[int, ...]) -> PyTree:
 
 
 def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
-    """Fold adapters into kernels, each of which waits as a `MergedKernel`; returns the parameters.
+    """Merge adapters into kernels lazily, as `MergedKernel`s; returns the parameters.
 
-    They hold ``visual`` where the tower is trained or has adapters, and so differs from its folder's.
+    They include ``visual`` if the tower is trained or has adapters, and so differs from its folder's.
     """
     params = dict(variables["params"])
     if "lora" not in variables:
@@ -152,11 +152,11 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
 
 
 def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
-    """Store kernels [layers, (experts,) in, out] in few bits; embeddings, norms and biases stay as they are.
+    """Quantise kernels [layers, (experts,) in, out]; embeddings, norms and biases stay unchanged.
 
-    Kernels reach the device (None: the first) one stack at a time, so the whole model is never there in full. They
-    become ``qwix.QArray``, which the decoder reads like arrays (``as_array``). ``int8`` has a scale for each output;
-    ``int4`` one for each output and ``TILE`` inputs (for each output where that does not divide their number).
+    Kernels reach the device (None: the first) one stack at a time, so it never holds the whole model unquantised. They
+    become ``qwix.QArray``, which the decoder reads like arrays (``as_array``). ``int8`` has one scale per output.
+    ``int4`` has one per output and ``TILE`` inputs, or one per output if ``TILE`` does not divide the inputs.
     """
     with extras_named():
         import qwix
@@ -175,13 +175,13 @@ def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> 
 
 
 def count_weights(params: PyTree) -> int:
-    """Number of weights, however they are stored, without scales."""
+    """Count the weights, quantised or not, without scales."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantised)
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def as_array(kernel: jax.Array | QArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A kernel as an array of this dtype, however it is stored."""
+    """Return a kernel, quantised or not, as an array of this dtype."""
     if is_quantised(kernel):
         import qwix
 

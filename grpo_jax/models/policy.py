@@ -1,4 +1,4 @@
-"""A language policy: pure functions of its variables, the folder that they come from, and how both are loaded."""
+"""A language policy: pure functions of its variables, and loading from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, empty_cache, platform_of
-from grpo_jax.models.decoder import Decoder, apart_and_joined, join_projections, joined_config, separate
+from grpo_jax.models.decoder import Decoder, fuse_projections, fused_config, separate, unstack_and_fuse
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, lora_config, save_adapters
 from grpo_jax.models.hf_config import as_user_error
@@ -49,23 +49,23 @@ from grpo_jax.models.vision.tower import Tower, encode_pictures
 class Policy:
     """A language model to sample from and to train. Its methods are pure functions of variables.
 
-    Variables are ``{"params": tree}``, with ``"lora"`` for adapters: without that collection the same methods are the
-    base model. Masks may be integers, as tokenizers give them. ValueError if an adapter's target is no projection of
-    the architecture.
+    Variables are ``{"params": tree}``, with ``"lora"`` for adapters; without that collection the same methods are the
+    base model. Masks may be integers, as from tokenizers. ValueError if an adapter's target is not a projection of the
+    architecture.
 
     Attributes:
         config: Shape and choices of the decoder.
-        compute_dtype: ``float32`` or ``bfloat16``; norms, rotations and softmax are float32 either way.
-        remat: Rematerialisation in the backward pass of `forward_group`: ``none``; ``products``, all but the products
-            with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
-            is kept.
+        compute_dtype: ``float32`` or ``bfloat16``; norms, rotary embeddings and softmax are always float32.
+        remat: Rematerialisation in the backward pass of `forward_group`. ``none`` keeps all activations; ``products``
+            recomputes attention and elementwise operations, not products with weights; ``layer`` keeps only the inputs
+            of layers.
         lora: Configuration of the adapters; None without.
         mesh: The devices that share the prompts, if there are several.
-        matmul_precision: Of products of matrices and their gradients; see `precision_of`, `products`.
-        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` for Pallas kernels where there are
-            any (see `choose_attention`).
-        platform: Platform of the compiled methods (`platform_of`); by default of JAX's first device.
-        source: The Hugging Face folder as read, without weights; None unless `load_policy` made the policy.
+        matmul_precision: Precision of matrix products and their gradients; see `precision_of`, `products`.
+        attn_implementation: ``eager`` computes scores and softmax as XLA products; ``auto`` uses Pallas kernels if
+            available (see `choose_attention`).
+        platform: Platform of the compiled methods (`platform_of`); by default that of JAX's first device.
+        source: The Hugging Face folder without weights; None unless `load_policy` made the policy.
         variables: The weights as loaded, on their devices.
     """
 
@@ -94,7 +94,7 @@ class Policy:
         mesh: jax.sharding.Mesh | None = None,
         platform: str | None = None,
     ) -> Policy:
-        """Return a decoder's policy as a section describes it, without weights."""
+        """Make a decoder's policy from a config section, without weights."""
         return cls(
             config,
             compute_dtype=section.compute_dtype,
@@ -109,9 +109,9 @@ class Policy:
     def prefill(
         self, variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None
     ) -> Prefix:
-        """Run prompts i32 [P, L], padded on the left, once for all their completions.
+        """Run left-padded prompts i32 [P, L] once for all their completions.
 
-        Pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
+        Pictures (`PictureStates` [P, I, ..]) replace their placeholder tokens.
         """
         variables, tokens, mask, pictures = self._over_prompts(variables, tokens, mask, pictures)
         mask = mask.astype(bool)
@@ -143,10 +143,10 @@ class Policy:
         cache: Cache,
         pictures: PictureStates | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Run several more tokens i32 [P, G, A] of each completion, the first ones of each row by its mask.
+        """Run several more tokens i32 [P, G, A] of each completion; the mask is True for the first ones of each row.
 
-        Returns the states [P, G, D] of the last of them, which predict the next. The variables are those of `unstack`,
-        the cache has rows, pictures are [P, G, I, ..].
+        Returns the states [P, G, D] of each row's last token, which predict the next. The variables are those of
+        `unstack`, the cache has `rows`, and pictures are [P, G, I, ..].
         """
         mask = mask.astype(bool)
         context, rows = extend_context(self.config, prefix, cache, tokens, mask, pictures)
@@ -169,9 +169,9 @@ class Policy:
     ) -> jax.Array:
         """Return the states [P, G, T, D] that predict each token of completions i32 [P, G, T].
 
-        The first is the prompt's last state. Prompts i32 [P, L] run once for their group. If a row holds several
-        completions one after the other, steps i32 [P, G, T] count the tokens of each from 0. Pictures [P, I, ..] are
-        the prompts', observations [P, G, I, ..] stand among the completions.
+        The first is the prompt's last state. Prompts i32 [P, L] run once for their group. If rows pack several
+        completions, steps i32 [P, G, T] number the tokens of each from 0. `pictures` [P, I, ..] belong to the prompts,
+        `observations` [P, G, I, ..] to the completions.
         """
         variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, observations = self._over_prompts(
             variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, observations
@@ -191,7 +191,7 @@ class Policy:
         length = prompt_mask.shape[1]
         first = jnp.broadcast_to(hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1]))
         rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
-        if steps is not None:  # wherever a completion begins, the prompt's last state predicts
+        if steps is not None:  # the prompt's last state predicts the first token of every completion
             rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
         return jnp.concatenate([first, rest], axis=2)
 
@@ -202,14 +202,14 @@ class Policy:
             return encode_pictures(tower, variables, pictures)
 
     def unstack(self, variables: Variables) -> Variables:
-        """Return the variables with each layer's weights apart, as `decode_step` takes them.
+        """Return the variables with unstacked layers, for `decode_step`.
 
-        A copy made once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose
-        decoding waits for its weights, matrices get the type of the computation; on one CUDA device projections of
-        the same states are joined too (`join_projections`).
+        This copies once; stacked weights would be copied layer by layer for every token. On GPUs and TPUs, where
+        decoding is bound by reading weights, matrices are cast to the compute dtype. One CUDA device also fuses
+        projections of the same states (`fuse_projections`).
         """
         layers = unstack(variables, self.dtype if self.platform != "cpu" else self._narrowed(None))
-        return join_projections(layers, self.config) if self._joins else layers
+        return fuse_projections(layers, self.config) if self._fuses else layers
 
     def init_cache(self, prompts: int, group: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Cache:
         """Return an empty cache for `length` tokens of each completion."""
@@ -217,13 +217,13 @@ class Policy:
         return empty_cache(c.num_layers, (prompts, c.num_kv_heads, group, length, c.head_dim), dtype or self.dtype)
 
     def head(self, variables: Variables) -> jax.Array:
-        """Return the unembedding [V, D] in its stored type, so that its gradient has that type too."""
+        """Return the unembedding [V, D] in its stored dtype, which its gradient then has too."""
         head = variables["params"]["embed_tokens" if self.config.tie_word_embeddings else "lm_head"]
-        # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
+        # Gather before the loop over chunks or tokens: with D sharded each product would be a sum over devices.
         return gather_columns(head, self.mesh)
 
     def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
-        """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
+        """Return logits, at least float32: the einsum of states and (rows of) the head, both in the states' dtype."""
         dtype = wide(operands[0].dtype)
         operands = tuple(operand.astype(self._narrowed(operand.dtype)) for operand in operands)
         products = jnp.einsum(subscripts, *operands, precision=self.precision, preferred_element_type=dtype)
@@ -239,13 +239,13 @@ class Policy:
         nodes: jax.Array | None = None,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of each token and entropy of the distribution it was drawn from, both [P, G, T] and wide.
+        """Return each token's log-probability and the entropy of its distribution, both [P, G, T], at least float32.
 
         Args:
             hidden: [P, G, T, D] of ``forward_group``.
             tokens: i32 [P, G, T].
-            trie: The texts of which each completion is one; it must not be traced.
-            nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
+            trie: The allowed completions; it must not be traced.
+            nodes: i32 [P, G, T] with a trie, the node before each token; by default completions start at its root.
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
         """
         head, options = self.head(variables), options | {"softcap": self.softcap}
@@ -258,11 +258,11 @@ class Policy:
             return token_logprobs(hidden, head, tokens, **options)
 
     def _precise(self) -> AbstractContextManager[object]:
-        """The context in which products of matrices have the policy's precision."""
+        """Return the context in which matrix products have the policy's precision."""
         return nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
 
     def _run(self, variables: Variables, tokens: jax.Array, context: Context) -> tuple[jax.Array, PyTree]:
-        """Final states [P, S, D] of tokens i32 [P, S], and the layers' new keys and values."""
+        """Return the final states [P, S, D] of tokens i32 [P, S], and the layers' new keys and values."""
         if self.lora is None and "lora" in variables:
             raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
         with self._precise():
@@ -274,7 +274,7 @@ class Policy:
     def _run_cached(
         self, variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
     ) -> tuple[jax.Array, Cache]:
-        """Final states [P, S, D] of tokens i32 [P, S] behind cached ones, and the cache with them."""
+        """Return the final states [P, S, D] of tokens i32 [P, S] after cached ones, and the new cache."""
         layers = zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
         inputs = [LayerInput(prefix=layer[:2], cache=layer[2:]) for layer in layers]
         with self._precise():
@@ -285,7 +285,7 @@ class Policy:
     def _decoder(self, *, stacked: bool = True, remat: str | None = None) -> Decoder:
         over_mesh = self.mesh is not None
         return Decoder(
-            joined_config(self.config) if self._joins and not stacked else self.config,
+            fused_config(self.config) if self._fuses and not stacked else self.config,
             dtype=self.dtype,
             remat=remat or self.remat,
             lora=self.lora,
@@ -296,21 +296,20 @@ class Policy:
         )
 
     def _over_prompts(self, variables: Variables, *arrays: PyTree) -> tuple[Any, ...]:
-        """The arguments with each prompt's work on the devices that hold its part of the batch.
+        """Shard the arguments by prompts, so that each device works on its own prompts.
 
-        Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights
-        alone.
+        Decoding is left to XLA: for few tokens it moves the states, and each device reads only its own weights.
         """
         if self._spread is None:
             return variables, *arrays
         params = variables["params"]
-        if "embed_positions" in params:  # with D in parts, so would the states be that they are added to
+        if "embed_positions" in params:  # with D sharded, the states would be sharded too
             positions = gather_columns(params["embed_positions"], self.mesh)
             variables = {**variables, "params": {**params, "embed_positions": positions}}
         return variables, *self._spread(arrays)
 
     def _check_room(self, name: str, mask: jax.Array, steps: int) -> None:
-        """Refuse more tokens than there are positions; under jit only the completions' length is known here."""
+        """Refuse more tokens than positions; under jit only the completions' length is known here."""
         limit = self.max_positions
         if limit is None:
             return
@@ -321,40 +320,40 @@ class Policy:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The type of the computation."""
+        """Return the compute dtype."""
         return jnp.dtype(self.compute_dtype)
 
     @property
     def precision(self) -> str | None:
-        """The precision of products of matrices; None for JAX's own."""
+        """Return the precision of matrix products; None for JAX's default."""
         return precision_of(self.compute_dtype, self.matmul_precision)
 
     @property
     def products(self) -> str:
-        """How a projection multiplies (`layers.Projection`): as XLA will, or in another way on this platform.
+        """Return the kind of products in `layers.Projection`; "" leaves them to XLA.
 
-        ``apart`` on CUDA: not joined with other products of the same states. ``bfloat16`` on a CPU, if configured.
+        ``apart`` on CUDA prevents fusion with other products of the same states. ``bfloat16`` on CPU, if configured.
         """
         narrow = self.platform == "cpu" and "bfloat16" in (self.compute_dtype, self.matmul_precision)
         return "apart" if self.platform == "cuda" else "bfloat16" if narrow else ""
 
     def _narrowed(self, dtype: Any) -> Any:
-        """The type of a product's factors that are of this type."""
+        """Return the dtype of a product's factors for arrays of this dtype."""
         return jnp.bfloat16 if self.products == "bfloat16" else dtype
 
     @property
     def softcap(self) -> float | None:
-        """The cap of the logits; None for none."""
+        """Return the softcap of the logits; None for none."""
         return self.config.logit_softcap
 
     @property
     def max_positions(self) -> int | None:
-        """The most tokens of prompt and completion together, if positions end (learned ones, and LongRoPE's)."""
+        """Return the limit of prompt plus completion tokens (learned positions and LongRoPE); None without one."""
         architecture = architecture_of(self.config)
         return self.config.max_positions if architecture.learned_positions else architecture.longest(self.config)
 
     @property
-    def _joins(self) -> bool:
+    def _fuses(self) -> bool:
         return self.platform == "cuda" and self.mesh is None
 
     @property
@@ -362,39 +361,39 @@ class Policy:
         return None if self.mesh is None else OverPrompts(self.mesh)
 
     def replace(self, **fields: Any) -> Policy:
-        """Return the policy with other values of these fields."""
+        """Return the policy with these fields replaced."""
         return dataclasses.replace(self, **fields)
 
     @property
     def folder(self) -> hf.PolicyFolder:
-        """The source of a policy that `load_policy` made."""
+        """Return the source of a policy that `load_policy` made."""
         assert self.source is not None, "load_policy gives a policy its folder"
         return self.source
 
     @property
     def tokenizer(self) -> hf.Tokenizer:
-        """The folder's Hugging Face tokenizer."""
+        """Return the folder's Hugging Face tokenizer."""
         return self.folder.tokenizer
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion."""
+        """Return the tokens that end a completion."""
         return self.folder.eos_ids
 
     @property
     def pad_id(self) -> int:
-        """The token that pads."""
+        """Return the padding token."""
         return self.folder.pad_id
 
     @property
     def params(self) -> PyTree:
-        """The weights as loaded, without adapters."""
+        """Return the loaded weights, without adapters."""
         return self.variables["params"]
 
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
+        """Encode prompts to left-padded tokens i32 [P, L] and mask bool [P, L], with the chat template if there is one.
 
-        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text. UserError if the
+        Only the template adds special tokens such as ``<|im_end|>``; in a prompt they are text. UserError if the
         template or the tokenizer fails, or a prompt cannot be encoded.
         """
         chat = bool(getattr(self.tokenizer, "chat_template", None))
@@ -408,7 +407,7 @@ class Policy:
         return tokens, mask
 
     def decode(self, samples: PyTree) -> list[list[str]]:
-        """Completions of a sampler as texts `[P][G]`, special tokens left out."""
+        """Decode a sampler's completions to strings `[P][G]`, without special tokens."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
             [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]
@@ -418,16 +417,15 @@ class Policy:
     def save(self, folder: str | Path, variables: Variables, *, dtype: str = "float32") -> None:
         """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen-VL: `AutoModelForImageTextToText`).
 
-        It appears at once, when complete. Adapters are merged into the weights, in float32 and a layer at a time. In
-        float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed.
-        Tensors that are not the policy's (a frozen vision tower) are copied. UserError if the folder cannot be
-        written.
+        The folder appears atomically. Adapters are merged into the weights, in float32 and layer by layer. float32
+        rounds nothing away; bfloat16 loses most of the change from small adapters. Tensors that are not the policy's
+        (a frozen vision tower) are copied. UserError if the folder cannot be written.
         """
         variables = {**variables, "params": separate(variables["params"], self.config)}
         hf.save_folder(folder, self.folder.path, self.config, merge(variables, self.lora), dtype=dtype)
 
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
-        """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears when complete.
+        """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears atomically.
 
         UserError if there are no adapters, or the folder cannot be written.
         """
@@ -454,16 +452,16 @@ def load_policy(
 
     Args:
         folder: A local folder, a hub id, or the result of `hf.read_folder`.
-        section: How the policy is trained: types, adapters, quantisation, mesh; by default all weights, in float32.
-        devices: As many as the mesh takes; the first ones by default.
-        vision: Whether the vision tower is loaded; None loads it where there is one. A trained one, or one with
-            adapters, always is.
+        section: Dtypes, adapters, quantisation and mesh; by default all weights are trained, in float32.
+        devices: Devices of the mesh; the first ones by default.
+        vision: Whether to load the vision tower; None loads it if there is one. A trained tower, or one with adapters,
+            is always loaded.
         value_head: Whether the variables get a value head, for PPO.
-        seed: Of fresh adapters.
+        seed: Seed of fresh adapters.
         **options: Fields of the section to replace, such as compute_dtype="bfloat16".
 
     Raises:
-        UserError: Something is missing, truncated or unsupported, or does not fit mesh, adapters or pictures.
+        UserError: The folder is incomplete, truncated or unsupported, or does not suit mesh, adapters or pictures.
     """
     section = (section or PolicySection()).replace(**options)
     mesh_shape = section.mesh
@@ -475,11 +473,11 @@ def load_policy(
         return copied(tree, devices[0]) if mesh is None else shard(tree, mesh)
 
     def store(params: Variables) -> dict[str, PyTree]:
-        params = apart_and_joined(params, read.config) if keeps_layers_apart(section, platform) else params
+        params = unstack_and_fuse(params, read.config) if keeps_layers_apart(section, platform) else params
         return put(params) if section.quantised == "none" else quantise(params, section.quantised, devices[0])
 
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
-    with as_user_error("policy.mesh", ValueError):  # a weight that the mesh does not divide
+    with as_user_error("policy.mesh", ValueError):  # the mesh may not divide a weight
         weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store)
     config = read.config
     policy = Policy.from_section(section, config, mesh, platform)

@@ -1,4 +1,4 @@
-"""Positions, masks and pictures of the tokens that run, as attention takes them."""
+"""Positions, masks and pictures of the running tokens, as inputs of attention."""
 
 from typing import NamedTuple
 
@@ -13,16 +13,16 @@ from grpo_jax.models.vision.pictures import PictureStates
 class Places(NamedTuple):
     """Tokens [.., S] of rows with pictures."""
 
-    index: jax.Array  # i32 [.., S], which of a row's I·M picture states a token stands for; -1 for text
+    index: jax.Array  # i32 [.., S], each token's index among the row's I·M picture states; -1 for text
     positions: jax.Array  # i32 [.., S, 3], of time, row and column, counted from the row's first token
-    advance: jax.Array  # i32 [..], the position behind the row's last token
+    advance: jax.Array  # i32 [..], the position after the row's last token
 
 
 def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:
     """Find the pictures of each row of tokens i32 [.., S] by their placeholder tokens, in order.
 
-    `grid` i32 [.., I, 2] holds rows and columns of merged tokens of each picture, (0, 0) where there is none: a row
-    has as many placeholders as its pictures have merged tokens. `capacity` is M, the states kept for each picture.
+    `grid` i32 [.., I, 2] holds each picture's rows and columns of merged tokens, (0, 0) for none. A row has one
+    placeholder for each merged token of its pictures. `capacity` is M, the states per picture.
     """
     pictured = (tokens == image_token) & mask
     number = jnp.cumsum(pictured, axis=-1, dtype=jnp.int32) - 1
@@ -47,7 +47,7 @@ def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_to
 
 
 class Prompts(NamedTuple):
-    """Prompts that run: their context, i32 [P] real tokens, and i32 [P] the position behind each."""
+    """Running prompts: their context, i32 [P] real tokens, and i32 [P] the position after each."""
 
     context: Context
     lengths: jax.Array
@@ -57,7 +57,7 @@ class Prompts(NamedTuple):
 def prompt_context(
     config: ModelConfig, mask: jax.Array, tokens: jax.Array | None = None, pictures: PictureStates | None = None
 ) -> Prompts:
-    """Context of prompts [P, L], in order from each one's first real token; the tokens are read for pictures only."""
+    """Make the context of prompts [P, L], with positions from each first real token; only pictures need the tokens."""
     count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
     prompt, lengths = Tokens(jnp.maximum(count - 1, 0), mask), count[:, -1]
     if pictures is None:
@@ -75,7 +75,7 @@ def group_context(
     mask: jax.Array,
     observations: PictureStates | None = None,
 ) -> Context:
-    """Context of prompts and their groups' tokens [P, G, T]; `observations` [P, G, I, ..] stand among these."""
+    """Make the context of prompts and their groups' tokens [P, G, T] with pictures `observations` [P, G, I, ..]."""
     count, group, steps = tokens.shape
     if steps == 0:
         return prompts.context
@@ -93,10 +93,10 @@ def group_context(
 
 
 def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Context:
-    """Context of prompts and rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
+    """Make the context of prompts and packed rows, whose places predict the tokens numbered ``steps`` [P, G, T].
 
-    A place holds the token before the one it predicts. At the start of a completion that token is another's: nobody
-    reads it, and its state is not used.
+    A place holds the token before the predicted one. At the start of a completion that token belongs to another
+    completion: no other token reads it, and its state is not used.
     """
     if steps.shape[2] == 0:
         return prompts.context
@@ -108,14 +108,14 @@ def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Conte
 
 
 def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
-    """Context of the token being decoded: the prompts it reads, and the slots of the cache that are written."""
+    """Make the context of a decoded token: the prompts it reads, and the written slots of the cache."""
     order = prefix.lengths[:, None] + cache.length
     completion = Tokens(order, jnp.ones(order.shape, bool))
     positions = jnp.broadcast_to(prefix.advance[:, None] + cache.length, (len(prefix.lengths), group))
     slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)
     written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
     prompt = Tokens(prefix.positions, prefix.mask)
-    # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
+    # Use a constant table: XLA would recompute sines and cosines in every layer, for every head of every token.
     with jax.ensure_compile_time_eval():
         places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
         table = jax.jit(architecture_of(config).rotation, static_argnums=0)(config, places)
@@ -131,10 +131,10 @@ def extend_context(
     mask: jax.Array,
     pictures: PictureStates | None = None,
 ) -> tuple[Context, RowState]:
-    """Context of further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
+    """Make the context of further tokens [P, G, A] of completions of different lengths, and the cache's new row state.
 
     `mask` bool [P, G, A] is True for the first tokens of each row. They are written from the cache's slot ``length``
-    on; `pictures` [P, G, I, ..] stand among them.
+    on, and `pictures` [P, G, I, ..] belong to them.
     """
     before = cache.rows
     count, group, steps = tokens.shape
@@ -163,7 +163,7 @@ def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: P
 
 
 def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:
-    """Turn indices [P, G, S] into each completion's own states into indices [P, G·S] into those of its group."""
+    """Convert indices [P, G, S] of each completion's states to indices [P, G·S] of its group's states."""
     count, group, _ = index.shape
     states = pictures.states.shape[-3] * pictures.states.shape[-2]
     first = jnp.arange(group, dtype=jnp.int32)[:, None] * states
@@ -180,7 +180,7 @@ def _vision_input(pictures: PictureStates, index: jax.Array) -> VisionInput:
 def _followed(
     context: Context, positions: jax.Array, completion: Tokens, index: jax.Array, observations: PictureStates | None
 ) -> Context:
-    """Prompts followed by completions, at positions [P, G, T] or, with pictures, [P, G, T, 3]."""
+    """Append completions to prompts, at positions [P, G, T] or, with pictures, [P, G, T, 3]."""
     vision = context.vision
     if vision is None and observations is None:
         positions = jnp.concatenate([context.positions, positions.reshape(len(positions), -1)], axis=1)
@@ -201,5 +201,5 @@ def _followed(
 
 
 def _with_axes(positions: jax.Array, rank: int) -> jax.Array:
-    """Repeat positions of this rank for the three axes, which agree for a text token; others stay."""
+    """Repeat positions of this rank for the three axes, which agree for text tokens; others stay unchanged."""
     return jnp.stack([positions] * 3, axis=-1) if positions.ndim == rank else positions

@@ -1,4 +1,4 @@
-"""A small untrained policy for worlds of few words: a Llama folder in which every word is one token."""
+"""A small untrained policy for small vocabularies: a Llama folder in which every word is one token."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def write_policy(
 ) -> Path:
     """Write a Hugging Face folder with random weights and a tokenizer of whole words; returns the folder.
 
-    Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are
-    joined with a space when read back.
+    Text is split at white space. A word or special token of `words` is one token, any other word is "<|unknown|>".
+    Decoding joins tokens with spaces.
 
     Args:
         words: The vocabulary; repeated words count once.
         section: Sizes.
-        plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
-        vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones. The first
-            layer then begins by adding a mean of what it reads, newer words weighing more (`_recent_mean`), so that
-            near vectors rank high; that takes the vectors' last coordinate.
+        plain_words: Lower-case text and remove punctuation (`NOT_A_WORD`), as TF-IDF does.
+        vectors: Initial embeddings of words, f32 [width] each, in place of random ones. The first layer then adds a
+            mean of the context, weighted towards recent words (`_recent_mean`), so that near vectors rank high. That
+            uses the vectors' last coordinate.
     """
     words = list(dict.fromkeys(words))
     folder = Path(folder)
@@ -108,7 +108,7 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_wor
 
 
 def _drawer(seed: int) -> Callable[..., np.ndarray]:
-    """normal(*shape): float32 with standard deviation 0.02."""
+    """Make normal(*shape): float32 with standard deviation 0.02."""
     generator = np.random.Generator(np.random.PCG64(seed))
     return lambda *shape: (0.02 * generator.standard_normal(shape)).astype(np.float32)
 
@@ -128,11 +128,11 @@ def _llama_tensors(
 
 
 def _recent_mean(embeddings: np.ndarray, words: Sequence[int], heads: int) -> dict[str, np.ndarray]:
-    """Return a first layer that passes on the mean of these words, each weighing about half of the next newer one.
+    """Return a first layer that outputs the mean of these words, each with half the weight of the next newer one.
 
-    The last coordinate is the same in all of them and alone in "<|next|>", which asks by it: so attention depends on
-    the distance alone, by rotary angles that turn slowly. It is not passed on, and counts in no likelihood. The norm
-    before makes unit vectors √width long; they are made units again.
+    All words share the last coordinate, and "<|next|>" has only this one, which makes its query. Attention thus depends
+    only on the distance, through slow rotary angles. The coordinate is not in the output and affects no likelihood. The
+    norm before scales unit vectors to length √width; the layer rescales them to 1.
     """
     width = embeddings.shape[1]
     table = embeddings.copy()

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: read from a ``config.json``, with the frequency scalings that folders use."""
+"""Rotary position embeddings (RoPE): read from a ``config.json``, with the frequency scalings in use."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax.models import hf_config
 
-SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
+SCALINGS = ("default", "linear", "llama3", "yarn")  # allowed in a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,21 +18,21 @@ class RopeConfig:
     """Rotary embedding of one model."""
 
     theta: float = 10_000.0  # base of the wavelengths
-    scaling: str = "default"  # one of `SCALINGS`; or `longrope`, and `none`, which does not turn at all
+    scaling: str = "default"  # one of `SCALINGS`; or `longrope`, or `none` without rotation
     factor: float = 1.0  # factor of the context length (all scalings but `default`)
     original_length: int = 0  # context length before stretching (`llama3`, `yarn`, `longrope`)
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are stretched in full
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor are left alone
-    beta_fast: float = 32.0  # yarn: dimensions turning more often than this within original_length are left alone
-    beta_slow: float = 1.0  # yarn: dimensions turning less often than this are stretched in full
-    # longrope: what the wavelength of each pair is multiplied by in texts of up to original_length tokens. Longer ones
-    # would take another table for all of their tokens, and have none here
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are fully stretched
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor stay unchanged
+    beta_fast: float = 32.0  # yarn: dimensions with more rotations than this within original_length stay unchanged
+    beta_slow: float = 1.0  # yarn: dimensions with fewer rotations than this are fully stretched
+    # longrope: each pair's wavelength factor up to original_length tokens. Longer sequences would need another table
+    # for all of their tokens, and are not supported
     short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0  # multiplies sine and cosine (yarn's temperature)
-    share: float = 1.0  # of each head's dimensions that turn, the first ones; the others pass
-    # how many frequencies turn with time, row and column, where positions have these three axes
+    share: float = 1.0  # share of each head's dimensions that rotate, the first ones (partial_rotary_factor)
+    # numbers of frequencies for time, row and column, if positions have these three axes
     sections: tuple[int, ...] = ()
-    interleaved: bool = False  # the three take turns among the frequencies (Qwen3-VL) rather than follow one another
+    interleaved: bool = False  # whether the three axes alternate among the frequencies (Qwen3-VL)
 
 
 UNTURNED = RopeConfig(scaling="none")
@@ -40,11 +40,11 @@ UNTURNED = RopeConfig(scaling="none")
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each pair of dimensions that turn, float32 [head_dim · share / 2].
+    """Return the angle per position of each rotated pair of dimensions, float32 [head_dim · share / 2].
 
-    ``linear`` divides by the factor (position interpolation, Chen et al. 2023, arXiv:2306.15595); ``yarn`` does so
-    for slow dimensions only (Peng et al. 2023, arXiv:2309.00071); ``llama3`` is Llama 3.1's variant of the latter
-    (arXiv:2407.21783); ``longrope`` divides by numbers that were searched for (Ding et al. 2024, arXiv:2402.13753).
+    ``linear`` divides by the factor (position interpolation, Chen et al. 2023, arXiv:2306.15595). ``yarn`` divides only
+    slow dimensions (Peng et al. 2023, arXiv:2309.00071); ``llama3`` is Llama 3.1's variant (arXiv:2407.21783).
+    ``longrope`` divides by searched factors (Ding et al. 2024, arXiv:2402.13753).
     """
     head_dim = int(head_dim * rope.share)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -76,13 +76,13 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
     low = max(math.floor(dimension(rope.beta_fast)), 0)
     high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
     if low == high:
-        high += 0.001  # the ramp's slope stays finite
+        high += 0.001  # keeps the ramp's slope finite
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
     return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
 def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """The axis of a position (0 time, 1 row, 2 column) that each frequency turns with, i32 [head_dim / 2]."""
+    """Return each frequency's position axis (0 time, 1 row, 2 column), i32 [head_dim / 2]."""
     if not rope.interleaved:
         return np.repeat(np.arange(3, dtype=np.int32), rope.sections)
     interleaved = np.zeros(head_dim // 2, np.int32)
@@ -94,18 +94,18 @@ def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rotation(
     rope: RopeConfig, head_dim: int, positions: jax.Array, *, pictures: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [..., head_dim / 2], of integer positions [...], or [..., 3] (time, row, column)."""
+    """Return cosine and sine, f32 [..., head_dim / 2], of integer positions [...], or [..., 3] (time, row, column)."""
     positions = jnp.take(positions, axes(rope, head_dim), axis=-1) if pictures else positions[..., None]
     table = jnp.asarray(frequencies(rope, head_dim))
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
     angles = positions.astype(jnp.float32) * table
-    if rope.scaling == "longrope":  # past its end comes NaN, never another model's rotation
+    if rope.scaling == "longrope":  # beyond its end the result is NaN, never another model's rotation
         angles = jnp.where(positions < rope.original_length, angles, jnp.nan)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; the rest behind 2 n is unchanged."""
+    """Rotate the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; the rest after 2 n is unchanged."""
     turning = 2 * cos.shape[-1]
     first, second = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -136,7 +136,7 @@ _NEEDED = {
 def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
     """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
-    `theta` is transformers' default where a folder does not say; `plain` are further rope types that scale nothing.
+    `theta` is transformers' default if missing; `plain` are further rope types without scaling.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     hf_config.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
@@ -178,7 +178,7 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
 
 
 def _attention_factor(scaling: hf_config.ConfigJson, factor: float) -> float:
-    """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
+    """Return YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder sets another."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0

@@ -1,9 +1,9 @@
-"""How a policy lies on a mesh of devices: a table from paths to partitions, and its uses.
+"""Sharding of a policy on a mesh of devices: a table from paths to partitions, and its uses.
 
-The mesh has two axes. Along `fsdp` the prompts of a batch are shared out, and every weight is stored in parts that
-are gathered when its layer runs (Zhao et al. 2023, arXiv:2304.11277). Along `tensor` the layers themselves are cut:
-heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053). XLA finds the communication
-(Xu et al. 2021, arXiv:2105.04663); all that is said here is where parameters, optimizer state and batch lie.
+The mesh has two axes. `fsdp` shards the prompts of a batch, and every weight, which is gathered when its layer runs
+(Zhao et al. 2023, arXiv:2304.11277). `tensor` shards the layers themselves: heads, units of the MLP, rows of the
+vocabulary (Shoeybi et al. 2019, arXiv:1909.08053). This module defines the shardings of parameters, optimizer state
+and batch; XLA derives the communication (Xu et al. 2021, arXiv:2105.04663).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUS
 class Partition(NamedTuple):
     """A row of the table."""
 
-    pattern: str  # of the end of a leaf's path, names joined by "/"
-    spec: P  # axes of the mesh for each axis of the leaf; axes left out are whole
-    otherwise: P | None = None  # the spec where the first does not divide the leaf, or None: then it is refused
+    pattern: str  # pattern of the end of a leaf's path, names joined by "/"
+    spec: P  # axes of the mesh for each axis of the leaf; other axes are not sharded
+    otherwise: P | None = None  # the spec if the first does not divide the leaf; None refuses the leaf
 
 
 PARTITIONS = (
-    # Towers are small beside their language models: what does not divide is whole on every device.
+    # Towers are small beside their language models: replicate leaves that the mesh does not divide.
     Partition(f"{VISUAL}/layers/{_TOWER[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/layers/{_TOWER[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
     Partition(f"{VISUAL}/layers/{_TOWER[FUSED]}/kernel", P(None, _BOTH), P()),
@@ -59,40 +59,40 @@ PARTITIONS = (
     Partition(f"{VISUAL}/deepstack/fc1/kernel", P(None, FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/deepstack/fc2/kernel", P(None, TENSOR, FSDP), P()),
     Partition(f"{VISUAL}/(patch_embed/kernel|pos_embed)", P(None, _BOTH), P()),
-    # [V, D]; vocabularies are what a tensor axis divides or not (GPT-2's 50257).
+    # [V, D]; a tensor axis may not divide the vocabulary (GPT-2's 50257).
     Partition("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, _BOTH)),
     Partition("embed_positions", P(None, _BOTH)),
     # Kernels [layers, in, out].
     Partition(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
     Partition(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
-    # Queries, keys and values in one product: a cut through its outputs would not be one through the heads.
+    # Fused queries, keys and values: sharding the outputs would not shard the heads.
     Partition(f"layers/{_FUSED}/kernel", P(None, _BOTH)),
-    # Experts [layers, experts, in, out], each cut as one MLP would be; the router is small.
+    # Experts [layers, experts, in, out], each sharded like an MLP; the router is small.
     Partition("layers/(gate|up)_experts/kernel", P(None, None, FSDP, TENSOR)),
     Partition("layers/down_experts/kernel", P(None, None, TENSOR, FSDP)),
     Partition("layers/router/embedding", P()),
-    # Adapters, a [layers, in, rank] and b [layers, rank, out], as the kernel beside them.
+    # Adapters, a [layers, in, rank] and b [layers, rank, out], like their kernel.
     Partition(f"layers/{_COLUMNS}/a", P(None, FSDP)),
     Partition(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),
     Partition(f"layers/{_ROWS}/a", P(None, TENSOR)),
     Partition(f"layers/{_ROWS}/b", P(None, None, FSDP)),
     Partition(f"layers/{_FUSED}/a", P(None, _BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
-    # A few kilobytes each: whole on every device.
+    # A few kilobytes each: replicated.
     Partition("scale|excess|bias|value/kernel|ns_coeffs", P()),
 )
 """State of an optimizer follows its parameter, for its path ends alike. Scalars are on every device."""
 
 
 def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
-    """Make a mesh of the first fsdp · tensor devices; neighbours share a tensor axis, which communicates most."""
+    """Make a mesh of the first fsdp · tensor devices; neighbours form a tensor axis, which communicates most."""
     if len(devices) < fsdp * tensor:
         raise ValueError(f"a mesh of fsdp {fsdp} x tensor {tensor} takes {fsdp * tensor} devices, got {len(devices)}")
     return Mesh(np.asarray(devices[: fsdp * tensor]).reshape(fsdp, tensor), (FSDP, TENSOR))
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A NamedSharding for each leaf (an array or its shape) of a train state or a part of it (`PARTITIONS`)."""
+    """Return a NamedSharding for each leaf (array or shape) of a train state or a part of it (`PARTITIONS`)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     specs = [_spec(name, np.shape(leaf), mesh) for name, (_, leaf) in zip(names, leaves, strict=True)]
@@ -118,7 +118,7 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _undivided(spec: P, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, int] | None:
-    """The first axis that its part of the mesh does not divide, and the number of parts; None if there is none."""
+    """Return the first axis that its mesh axes do not divide, and the number of shards; None if there is none."""
     for axis, names in enumerate(spec):
         parts = math.prod(mesh.shape[name] for name in _names(names))
         if shape[axis] % parts:
@@ -127,7 +127,7 @@ def _undivided(spec: P, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, int] |
 
 
 def _shortest(spec: P, mesh: Mesh) -> P:
-    """The spec as XLA gives it back: without axes of one device and without whole axes at the end."""
+    """Return the spec in XLA's normal form: without axes of one device and without trailing unsharded axes."""
     axes = []
     for names in spec:
         cut = tuple(name for name in _names(names) if mesh.shape[name] > 1)
@@ -138,28 +138,28 @@ def _shortest(spec: P, mesh: Mesh) -> P:
 
 
 def shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Lay a tree of parameters or state on the mesh; leaves that lie right already are not copied.
+    """Shard a tree of parameters or state over the mesh, without copying correctly sharded leaves.
 
-    Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
-    whole of a leaf that does not lie right, and puts its own devices' parts there.
+    Here and below, without a mesh (None) everything stays unchanged on one device. With several processes, each needs
+    the whole of every other leaf, and places its own devices' shards.
     """
     return tree if mesh is None else jax.tree.map(_put, tree, shardings(tree, mesh))
 
 
 def shard_batch(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Share arrays [P, ..] out by prompts over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
+    """Shard arrays [P, ..] by prompts over `fsdp`, replicated along `tensor`; P must be a multiple of `fsdp`."""
     return tree if mesh is None else jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
 
 
 def gather(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Bring the whole of each array to every device, and so into every process."""
+    """Replicate each array on every device, and so in every process."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """Whole NumPy arrays in place of those on devices. Several processes must make the call together.
+    """Fetch device arrays as whole NumPy arrays. All processes must make the call together.
 
-    What lies in other processes too is brought together one leaf at a time: no device holds two of them whole.
+    Leaves that are sharded over processes are gathered one at a time, so no device holds two whole ones.
     """
 
     def whole(leaf: PyTree) -> PyTree:
@@ -182,26 +182,26 @@ def _put(leaf: PyTree, sharding: NamedSharding) -> jax.Array:
 
 @dataclass(frozen=True)
 class OverPrompts:
-    """Keeps arrays [P, ..] of a compiled computation shared out by prompts.
+    """Keeps arrays [P, ..] of a compiled computation sharded by prompts.
 
-    The states between layers then stay where they are, and weights come to them; left to itself XLA may bring all
-    prompts to every device instead. It pads a number of prompts that `fsdp` does not divide.
+    The states between layers then stay on their devices, and weights are gathered. XLA alone might instead bring all
+    prompts to every device. It pads the prompts if `fsdp` does not divide their number.
     """
 
     mesh: Mesh
 
     def __call__(self, tree: PyTree) -> PyTree:
-        """Lay arrays out by prompts."""
+        """Shard arrays by prompts."""
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P(FSDP)))
 
     def embedded(self, states: jax.Array) -> jax.Array:
-        """Lay out states [P, S, D] from the columns of the embedding's parts: they travel, and not the table."""
+        """Shard states [P, S, D] of a sharded embedding by prompts: the states move, not the table."""
         columns = NamedSharding(self.mesh, P(None, None, FSDP))
         return self(jax.lax.with_sharding_constraint(states, columns))
 
 
 def gather_columns(matrix: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """A table [V, D] of a compiled computation with whole rows on each device, shared out along `tensor` at most."""
+    """Gather the rows of a table [V, D] in a compiled computation; it stays sharded at most along `tensor`."""
     if mesh is None:
         return matrix
     rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()
@@ -209,9 +209,9 @@ def gather_columns(matrix: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) -> optax.GradientTransformation:
-    """The optimizer with state and steps laid as the parameters, so that an update's donated memory fits its result.
+    """Shard an optimizer's state and updates like the parameters, so that an update can reuse its donated memory.
 
-    Gradients are brought into that layout first: each device then needs the sum of its own part alone.
+    Gradients get this sharding first, so each device needs only the sum of its own shard.
     """
     if mesh is None:
         return optimizer

@@ -1,4 +1,4 @@
-"""The collections of a policy's variables: parameters, a tower's, a value head's; their types, and how layers lie."""
+"""Collections of a policy's variables (parameters, vision tower, value head), their dtypes, and stacks of layers."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ VALUE = "value"
 
 
 def weight_dtype(section: PolicySection) -> str:
-    """The type of the weights: trained ones are float32."""
+    """Return the dtype of the weights; trained weights are float32."""
     return section.frozen_dtype if section.lora.used else "float32"
 
 
 def tower_dtype(section: PolicySection) -> str:
-    """The type of the vision tower's weights, which may be frozen where the rest is trained."""
+    """Return the dtype of the vision tower's weights, which may be frozen while the rest is trained."""
     return "float32" if section.vision == "train" else section.frozen_dtype
 
 
 def precision_of(compute_dtype: str, precision: str | None) -> str | None:
-    """The configured precision of products of matrices, or the one that the activations' type needs.
+    """Return the configured precision of matrix products, or the default for the compute dtype.
 
-    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
-    for other types.
+    The default is ``highest`` for float32, which GPUs (TF32) and TPUs (bfloat16) would otherwise round. It is None,
+    JAX's default, for other dtypes.
     """
     return "highest" if precision is None and compute_dtype == "float32" else precision
 
 
 def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
-    """Whether the vision tower takes part in training, whatever the prompts are."""
+    """Return whether the vision tower is trained, whatever the prompts."""
     return section.vision == "train" or (lora is not None and bool(lora.vision))
 
 
 def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
-    """Whether each layer of a frozen policy has arrays of its own, with projections joined, in place of stacks.
+    """Return whether a frozen policy has unstacked layers with fused projections.
 
-    On a CUDA device decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a
-    stack one layer's program serves all and is compiled in less time: trained weights, which decoding casts in any
-    case, are stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
+    On a CUDA device, decoding then reads the only copy of the weights, and an update copies none out of a stack. A
+    stack compiles faster, since one program serves all layers. Trained weights are therefore stacked: decoding casts
+    them anyway. So are weights on a mesh or a TPU, whose compiler would take many times as long.
     """
     as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
     on_cuda = (platform or platform_of(jax.devices()[0])) == "cuda" and section.mesh.size == 1
@@ -68,45 +68,45 @@ def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> b
 
 
 def init_value_head(width: int) -> dict[str, jax.Array]:
-    """A head of zeros, {"kernel": f32 [D], "bias": f32 []}: every value starts at 0 and the policy is untouched."""
+    """Make a value head of zeros, {"kernel": f32 [D], "bias": f32 []}; every value starts at 0."""
     return {"kernel": jnp.zeros((width,), jnp.float32), "bias": jnp.zeros((), jnp.float32)}
 
 
 def token_values(head: dict[str, jax.Array], hidden: jax.Array) -> jax.Array:
-    """Values hidden · kernel + bias, f32 [.., T], of the states [.., T, D] that predict each token.
+    """Return values hidden · kernel + bias, f32 [.., T], of the states [.., T, D] that predict each token.
 
-    The value of a token's state is thus the one expected before the token is drawn.
+    A token's value is thus the expected return before the token is sampled.
     """
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], precision="highest") + head["bias"]
 
 
 def tower_params(variables: Variables) -> PyTree:
-    """The tower's parameters, frozen or trained."""
+    """Return the tower's parameters, frozen or trained."""
     return variables[VISUAL] if VISUAL in variables else variables["params"][VISUAL]
 
 
 def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[str, PyTree]:
-    """Put a tower's parameters where they belong: beside ``params`` while frozen, else among them."""
+    """Add a tower's parameters: beside ``params`` if frozen, else inside."""
     if trained:
         return {**variables, "params": {**variables["params"], VISUAL: visual}}
     return {**variables, VISUAL: visual}
 
 
 def numbered(variables: Variables) -> Variables:
-    """Add the numbers of stacked layers, as arguments of a program that takes these apart (`unstack`).
+    """Add the layers' indices as arguments of the program that unstacks them (`unstack`).
 
-    One piece of code then takes out all layers of a shape; with numbers known when it is compiled, each layer's is
-    another, and for 30 layers these are nearly half of what is compiled to sample.
+    One slice then serves all layers of a shape. Constant indices would give each layer its own code: for 30 layers,
+    nearly half of all code that is compiled for sampling.
     """
     count = _layer_count(variables.get("params", {}))
     return {**variables, _NUMBERS: {"layers": tuple(np.arange(count, dtype=np.uint32))}}
 
 
 def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> Variables:
-    """Split stacked ``layers`` of every collection (`split_layers`); a tower stays as it is.
+    """Split stacked ``layers`` of every collection (`split_layers`); a tower stays unchanged.
 
-    With `dtype` their matrices are cast to it; quantised ones stay. Without, layers are taken by their numbers where
-    the variables have these (`numbered`).
+    With `dtype`, matrices are cast to it, except quantised ones. Without, layers are taken by the indices of
+    `numbered`, if the variables have them.
     """
     numbers = variables.get(_NUMBERS, {}).get("layers", ()) if dtype is None else ()
 
@@ -124,9 +124,9 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
 
 
 def split_layers(tree: Variables, numbers: Sequence[ArrayLike] = ()) -> dict[str, PyTree]:
-    """Split stacked ``layers`` into ``layers_0``, ``layers_1``, ...; what is not stacked stays as it is.
+    """Split stacked ``layers`` into ``layers_0``, ``layers_1``, ...; other leaves stay unchanged.
 
-    `numbers` are those of the layers where they are known only as the program runs.
+    `numbers` are the layers' indices, if traced.
     """
 
     def layer(i: int) -> PyTree:
@@ -144,22 +144,22 @@ def _layer_count(tree: Variables) -> int:
 
 
 def copied(tree: PyTree, device: jax.Device | None = None) -> PyTree:
-    """Copy arrays to a device (None: the first). JAX may alias host memory, and what is aliased cannot be donated."""
-    # On a CPU `device_put` aliases it even with may_alias=False.
+    """Copy arrays to a device (None: the first). JAX may alias host memory, and aliased memory cannot be donated."""
+    # On CPU, `device_put` aliases it even with may_alias=False.
     return jax.tree.map(lambda leaf: jnp.array(jax.device_put(leaf, device), copy=True), tree)
 
 
 class NarrowGradient(NamedTuple):
-    """A trained kernel beside bfloat16 zeros of its shape, whose gradient is that of the kernel, rounded.
+    """A trained kernel with bfloat16 zeros of its shape, whose gradient is the kernel's, rounded.
 
-    JAX gives a gradient the type of what it belongs to: differentiated by zeros, no stack of float32 ones is made.
+    JAX gives a gradient the dtype of its variable: gradients for the zeros avoid a stack of float32 gradients.
     """
 
     kernel: jax.Array
     zeros: jax.Array
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the kernel in this type."""
+        """Return the kernel in this dtype."""
         return _cast(*self, dtype)
 
 
@@ -172,7 +172,7 @@ _cast.defvjp(lambda *given: (_cast(*given), None), lambda dtype, _, gradient: (N
 
 
 def narrow_zeros(trained: Variables) -> Variables:
-    """Return zeros in place of the kernels of layers, for `narrow_gradients`; the rest stays."""
+    """Replace the layers' kernels by zeros, for `narrow_gradients`; other leaves stay."""
 
     def zeros(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
         return jnp.zeros(leaf.shape, jnp.bfloat16) if path[-1].key == "kernel" and leaf.ndim > 1 else leaf
@@ -186,5 +186,5 @@ def narrow_gradients(trained: Variables, zeros: Variables) -> Variables:
 
 
 def is_quantised(leaf: PyTree) -> bool:
-    """Whether weights are qwix's, numbers with their scales."""
+    """Return whether weights are quantised by qwix."""
     return hasattr(leaf, "qvalue")

@@ -1,4 +1,4 @@
-"""A run's memory and work before anything is loaded: --plan of the training command, and its options."""
+"""Plan a run's memory and compute before anything is loaded: --plan of the training command, and its options."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GIB = 2**30
 
 
 class PlanRequest(NamedTuple):
-    """The options of --plan: GiB of each device (() for this machine's), and a device that need not be here ("")."""
+    """The options of --plan: GiB of each device (() for this machine's), and a target device to simulate ("": none)."""
 
     gib: tuple[float, ...] = ()
     target: str = ""
 
 
 def take_request(arguments: Sequence[str]) -> tuple[PlanRequest | None, list[str]]:
-    """Split --plan and its options off a command line; None without --plan."""
+    """Separate --plan and its options from a command line; None without --plan."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")
     devices = parser.add_mutually_exclusive_group()  # a target has its own memory

@@ -1,7 +1,7 @@
-"""The plan of a run, from config.json alone: memory of each device, and whether it fits; work of each program.
+"""The plan of a run, from config.json alone: whether each device's memory suffices, and the work of each program.
 
-Parameters, optimizer state and reference are counted from shapes. Sampling and update are compiled for arrays that do
-not exist, and the compiler reports their memory. Judges report their own.
+Parameters, optimizer state and reference are counted from shapes. Sampling and update are compiled for abstract arrays,
+and the compiler reports their memory. Judges report their own.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def show_plan(config: object, request: PlanRequest) -> int:
 
 
 def _simulate_devices(count: int, least: int) -> None:
-    """Simulate devices that are only planned for on the CPU, as many as a mesh may want."""
+    """Simulate the planned devices on the CPU, as many as a mesh may need."""
     if not count:
         return
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", max(count, least))
-    except RuntimeError:  # JAX has started already: it keeps the devices that it has
+    except RuntimeError:  # JAX has already started and keeps its devices
         pass
 
 
@@ -92,28 +92,28 @@ def _simulate_devices(count: int, least: int) -> None:
 
 
 class PolicyMemory(NamedTuple):
-    """Bytes that the policy takes on each of its devices."""
+    """The policy's bytes on each of its devices."""
 
     parameters: int  # number of parameters of the whole policy, without a frozen vision tower
-    trained: int  # number of those that gradients are taken for
+    trained: int  # number of trained parameters
     weights: int  # parameters and adapters
-    optimizer: int  # moments of the trained ones
-    reference: int  # a copy for the KL; 0 where the base itself or nothing is the reference
-    # the copy of the trained ones that samples ahead (training.async_level); 0 where the newest sample
+    optimizer: int  # moments of the trained parameters
+    reference: int  # a copy for the KL; 0 without a reference, or if the base is the reference
+    # the copy of the trained parameters that samples ahead (training.async_level), or 0
     rollout_weights: int
-    sampling: int = 0  # of the sampling programs, their caches included
-    update: int = 0  # of the update and of log-probabilities, gradients included
-    # compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds
+    sampling: int = 0  # of the sampling programs, including KV caches
+    update: int = 0  # of the update and of log-probabilities, including gradients
+    # compiled in float32, since a CPU has no narrower products: sampling and update are upper bounds
     widened: bool = False
 
     @property
     def held(self) -> int:
-        """Bytes held all the time."""
+        """Return the bytes held all the time."""
         return self.weights + self.optimizer + self.reference + self.rollout_weights
 
     @property
     def peak(self) -> int:
-        """Held bytes, and the larger of sampling and update, which take turns; where one is ahead, both."""
+        """Return held bytes plus the larger of sampling and update, which alternate; plus both if sampled ahead."""
         return self.held + (self.sampling + self.update if self.rollout_weights else max(self.sampling, self.update))
 
 
@@ -122,8 +122,8 @@ def plan_policy(
 ) -> tuple[PolicyMemory, Mapping[str, Report]]:
     """Count and compile a run's policy of this shape; returns its memory on one device, and its programs.
 
-    Prompts have data.max_prompt_tokens. UserError for adapters on projections that the architecture lacks, a weight
-    that the mesh does not divide, or too few devices.
+    Prompts have data.max_prompt_tokens. UserError for adapters on unknown projections, a weight that the mesh does not
+    divide, or too few devices.
     """
     section = config.policy
     try:
@@ -138,7 +138,7 @@ def plan_policy(
         held = held_memory(config, state_shapes(config, model, mesh, pictures=shown is not None))
     except ValueError as error:
         raise UserError(f"policy: {error}") from error
-    # Pictures, their states and a batch are arguments beside the weights.
+    # Besides weights, pictures, their states and a batch are arguments.
     working = {
         name: reports[name].working_bytes + tree_bytes(program.arguments[1:]) for name, program in programs.items()
     }
@@ -147,7 +147,7 @@ def plan_policy(
 
 
 def held_memory(config: Config, state: TrainState) -> PolicyMemory:
-    """Count the memory of `state_shapes`, which needs no compiler."""
+    """Count the memory of `state_shapes`, without compiling."""
     trained = trained_weights(state.variables)
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),
@@ -170,21 +170,21 @@ def read_shape(path: str) -> ModelConfig:
 
     try:
         downloaded = hf_hub_download(path, "config.json")
-    except Exception as error:  # no such id, offline, gated: hub and transport raise many kinds
+    except Exception as error:  # unknown id, offline, gated: hub and transport raise many types
         expected = f"expected a folder with config.json or a hub id, got {short_repr(path, 120)}"
         raise UserError(f"policy.path: {expected} ({one_line(error)})") from error
     return hf.model_config(folder, read_json_file(Path(downloaded)))
 
 
 def _policy_folder(path: str) -> Path:
-    """Return a policy's would-be folder, by the config's path or name."""
+    """Return a policy's folder, by the config's path or name; it need not exist."""
     return Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
 
 
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
-    """Return the pictures that the policy is shown, or None, and the plan's line about its vision tower, if any.
+    """Return the policy's pictures, or None, and the plan's line about its vision tower, if any.
 
-    Those of prompts are counted if their file is at hand. If a renderer draws, a picture comes between two turns.
+    Pictures of prompts are counted if their file is available. With a renderer, each observation has a picture.
     """
     prompt, observations = 0, (config.sampling.turns - 1) * ("renderer" in config.judges)
     if os.path.exists(config.data.prompts):
@@ -206,7 +206,7 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
 
 
 class Line(NamedTuple):
-    """A line of a plan: name, bytes, reason, and whether the bytes count (of two that take turns one does)."""
+    """A line of a plan: name, bytes, reason, and whether the bytes count (only one of two alternating parts does)."""
 
     name: str
     bytes: int
@@ -223,17 +223,17 @@ class DeviceMemory(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """Bytes of all lines that count."""
+        """Return the bytes of all lines that count."""
         return sum(line.bytes for lines in self.parts.values() for line in lines if line.counted)
 
     @property
     def room(self) -> int:
-        """Bytes that may be taken."""
+        """Return the available bytes."""
         return int((1 - FREE) * self.capacity)
 
     @property
     def excess(self) -> int:
-        """Bytes too much; 0 if it fits."""
+        """Return the excess bytes; 0 if it fits."""
         return max(self.needed - self.room, 0)
 
 
@@ -242,7 +242,7 @@ def plan_devices(
 ) -> list[DeviceMemory]:
     """Return all devices with their lines; `gib` is the memory of each, () for this machine's."""
     kind = "gpu" if target is None or target.platform == "cuda" else "tpu"
-    if kind == "tpu":  # torch runs the judges, on the host
+    if kind == "tpu":  # judges run in torch on the host
         policy = tuple(f"tpu:{chip}" for chip in range(config.policy.mesh.size))
         places = {POLICY: policy} | {name: ("cpu",) for name in config.judges}
     else:
@@ -263,7 +263,7 @@ def plan_devices(
 
 
 def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
-    """Devices of each part, by a run's rules, on `count` cards or on this machine; remote judges are left out."""
+    """Return each part's devices, by a run's rules, on `count` GPUs or on this machine; without remote judges."""
     size, placement = config.policy.mesh.size, own_package("bridges", "placement")
     requests = config.requests
     away = {name: requests.pop(name) for name in config.elsewhere}
@@ -291,7 +291,7 @@ def _capacity(name: str, gib: tuple[float, ...]) -> int:
 
 
 def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = None) -> list[Line]:
-    """The policy's lines of a device; of sampling and update the larger counts, or both where one is ahead."""
+    """Return the policy's lines of a device; the larger of sampling and update counts, or both if sampled ahead."""
     section, lora, ahead = config.policy, config.policy.lora, memory.rollout_weights > 0
     rank = f" of rank {lora.rank}" if lora.rank else ""
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
@@ -310,7 +310,7 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
 
 
 def judge_lines(judge: Judge) -> list[Line]:
-    """The lines that a judge reports (`memory`)."""
+    """Return the lines that a judge reports (`memory`)."""
     return [Line(*row) for row in judge.memory()]
 
 
@@ -336,7 +336,7 @@ def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMem
 
 
 def _print_programs(programs: Mapping[str, Report], target: Target | None) -> None:
-    """Print memory and work of a call of each program, on one device; of a target also the bound."""
+    """Print memory and work per call of each program, on one device; for a target also the time bound."""
     where = "here" if target is None else f"for {target.kind.title}"
     print(f"Programs, compiled {where} and not run; judges, which torch runs, are no part of them:")
     bound = "" if target is None else "  bound"

@@ -1,7 +1,7 @@
-"""The programs that a run compiles, for arrays that do not exist: here or for a device that is not here.
+"""A run's programs for abstract arrays, compiled for this machine or for another device.
 
-Shapes of state and batch are those of training's own constructors. Memory of a program is the compiler's; FLOPs and
-bytes are counted from the jaxpr, loops as often as they turn.
+Shapes of state and batch come from training's own constructors. The compiler reports a program's memory. FLOPs and
+bytes are counted from the jaxpr, with the iterations of loops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
-from grpo_jax.models.decoder import apart_and_joined, init_variables
+from grpo_jax.models.decoder import init_variables, unstack_and_fuse
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.jitted import placed
 from grpo_jax.models.lora import init_adapters, quantise
@@ -57,12 +57,12 @@ _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
 """Products of queries and keys in the Pallas kernels for GPUs, by name; those for TPUs have none."""
 
 
-# The same programs without LLVM's slow passes: buffers are assigned before them.
+# Skip LLVM's slow passes: XLA assigns buffers before them.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Shown(NamedTuple):
-    """The most pictures in a prompt and among an episode's observations, and the patches of one picture."""
+    """Maximum pictures in a prompt and in an episode's observations, and the patches of one picture."""
 
     prompt: int
     observations: int
@@ -70,7 +70,7 @@ class Shown(NamedTuple):
 
 
 def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
-    """Return the shapes of pictures [*lead, S, C] as a tower takes them."""
+    """Return the shapes of a tower's pictures [*lead, S, C]."""
     side = math.isqrt(patches // vision.merged) * vision.merge
     windows = pack_windows(np.array([side, side]), patches, vision)
 
@@ -105,9 +105,9 @@ def state_shapes(
         if config.algorithm.learns_values:
             variables[VALUE] = init_value_head(model.hidden_size)
         if keeps_layers_apart(section, platform):
-            variables["params"] = apart_and_joined(variables["params"], model)
+            variables["params"] = unstack_and_fuse(variables["params"], model)
         if section.quantised != "none":
-            variables["params"] = quantise(variables["params"], section.quantised)  # the tower stands beside them
+            variables["params"] = quantise(variables["params"], section.quantised)  # the tower is not quantised
         return make_learner(config, Policy(model), 1).fresh(variables)
 
     shapes = jax.eval_shape(start)
@@ -115,7 +115,7 @@ def state_shapes(
 
 
 def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown | None = None) -> Batch:
-    """Return the shapes of one update's batch at maximum lengths; packing shorter completions takes less."""
+    """Return the shapes of one update's batch at maximum lengths; packed shorter completions need less."""
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches
     batch = full_batch(config, (prompts, config.data.max_prompt_tokens))
@@ -133,7 +133,7 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
 def _shown_pictures(
     config: Config, policy: Policy, state: TrainState, shown: Shown, rows: tuple[int, int]
 ) -> dict[str, PyTree]:
-    """The pictures of rows (P, G) as the update takes them: states of a frozen tower, else patches."""
+    """Return the update's picture shapes for rows (P, G): states of a frozen tower, else patches."""
     counts = {"pictures": (rows[:1], shown.prompt), "observations": (rows, shown.observations)}
     pictures = {
         name: picture_shapes(policy.config.vision, (*lead, count), shown.patches)
@@ -146,7 +146,7 @@ def _shown_pictures(
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of a tree of arrays or shapes on one device: of a leaf that is spread over several, one part."""
+    """Return the bytes of a tree of arrays or shapes on one device; a sharded leaf counts one shard."""
 
     def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
@@ -156,12 +156,12 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 class Program(NamedTuple):
-    """A compiled part of a run, not compiled yet.
+    """A jitted function of a run, before compilation.
 
     Attributes:
         function: The jitted function that a run calls.
         arguments: Shapes of its arguments, with their shardings over a mesh.
-        turns: Tokens that its loops of unknown length write; 0 if there are none.
+        turns: Tokens decoded by its loops of unknown length; 0 if there are none.
     """
 
     function: jax.stages.Wrapped
@@ -170,14 +170,14 @@ class Program(NamedTuple):
 
 
 class Work(NamedTuple):
-    """FLOPs of products, and the bytes that they read and write."""
+    """FLOPs of matrix products, and their bytes read and written."""
 
     flops: float = 0.0
     bytes: float = 0.0
 
 
 class Report(NamedTuple):
-    """A program on one device: the compiler's memory, and the work of its products."""
+    """A program on one device: the compiler's memory, and the work of its matrix products."""
 
     argument_bytes: int
     temporary_bytes: int
@@ -186,12 +186,12 @@ class Report(NamedTuple):
 
     @property
     def working_bytes(self) -> int:
-        """Bytes beside its arguments; a donated state counts once."""
+        """Return the bytes besides its arguments; a donated state counts once."""
         return self.temporary_bytes + self.output_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of all."""
+        """Return the total bytes."""
         return self.argument_bytes + self.working_bytes
 
     def bound_seconds(self, target: Target) -> float:
@@ -216,7 +216,7 @@ def run_programs(
 
 
 def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> dict[str, Program]:
-    """Return the vision tower where prompts hold pictures, the sampling of a chunk of prompts, and of a last turn."""
+    """Return the vision tower (if prompts have pictures), sampling of a chunk of prompts, and of a last turn."""
     section, prompts = config.sampling, config.training.chunk_prompts or config.training.prompts_per_batch
     params = sampling_params(section, section.group_size, section.temperature)
     variables = {name: tree for name, tree in state.variables.items() if name != VALUE}
@@ -244,7 +244,7 @@ def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown:
 
 
 def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
-    """Return the old or the reference's log-probabilities of a whole batch."""
+    """Return the program of a whole batch's old or reference log-probabilities."""
     training = config.training
     whole = config.replace(training=training.replace(minibatches=1))
     forward = make_forward(policy, temperature=config.sampling.temperature)
@@ -253,7 +253,7 @@ def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: 
 
 
 def _update_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
-    """Return one optimizer update at maximum lengths."""
+    """Return the program of one optimizer update at maximum lengths."""
     step = make_configured_step(
         make_forward(policy, temperature=config.sampling.temperature),
         make_learner(config, policy, 1).optimizer,
@@ -273,13 +273,13 @@ def report_program(program: Program, target: Target | None, device: jax.Device, 
 def read_memory(compiled: jax.stages.Compiled, work: Work) -> Report:
     """Return the memory that the compiler reports."""
     memory = compiled.memory_analysis()
-    assert memory is not None  # these compilers say it
+    assert memory is not None  # these compilers report it
     output = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(memory.argument_size_in_bytes, memory.temp_size_in_bytes, output, work)
 
 
 def compile_program(program: Program, target: Target | None, device: jax.Device) -> jax.stages.Compiled:
-    """Compile a program for a device of the target, for this machine's, or for those of its arguments' shardings."""
+    """Compile a program for a device of the target or of this machine, or for its arguments' shardings."""
     if target is None:
         fast = _FAST_COMPILE if device.platform == "cpu" else None
         return program.function.lower(*program.arguments).compile(compiler_options=fast)
@@ -294,11 +294,11 @@ def compile_program(program: Program, target: Target | None, device: jax.Device)
 def count_work(program: Program, devices: int = 1) -> Work:
     """Return a device's share of a program's work; its bytes are at least those of its arguments.
 
-    A loop of unknown length writes tokens: `program.turns` in all, over the loops of most rows. Those over fewer rows
-    go on where half of the prompts are done, and do not turn.
+    Loops of unknown length decode tokens: those over the most rows have `program.turns` iterations in total. Loops over
+    fewer rows run only after half of the prompts are done, and count 0.
     """
     traced = program.function.trace(*program.arguments).jaxpr.jaxpr
-    jaxpr, _ = dce_jaxpr(traced, [True] * len(traced.outvars))  # without products that nothing reads
+    jaxpr, _ = dce_jaxpr(traced, [True] * len(traced.outvars))  # without unused products
     loops = list(_token_loops(jaxpr))
     most = max(map(_rows, loops), default=0)
     full = sum(_rows(loop) == most for loop in loops)
@@ -325,7 +325,7 @@ def _token_loops(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _rows(loop: JaxprEqn) -> int:
-    """Return the number of rows that a loop carries flags of."""
+    """Return the number of rows whose flags a loop carries."""
     return max((_size(var) for var in loop.outvars if var.aval.dtype == bool), default=0)
 
 
@@ -351,9 +351,9 @@ def _kernel(eqn: JaxprEqn) -> tuple[float, float]:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return (2.0 * _size(made[0]) * math.prod(given[0].aval.shape[axis] for axis in contracted), traffic)
-    if eqn.params["name"] == "decode_attention":  # caches are read as far as they are written: half of one that fills
+    if eqn.params["name"] == "decode_attention":  # only written slots are read: on average half of the cache
         keys, caches = given[1].aval.shape[-1], given[-2:]
-        unread = sum(_size(var) * var.aval.dtype.itemsize for var in caches) * 1.5  # half of it, and all as a result
+        unread = sum(_size(var) * var.aval.dtype.itemsize for var in caches) * 1.5  # half as input, all as result
         return (4.0 * _size(made[0]) * (keys + caches[0].aval.shape[-1] / 2), traffic - unread)
     backward = {1: 3, 2: 4}.get(len(made), 0) if len(given) > 5 else 2  # TPU: dq; dk and dv
     products = _ATTENTION.get(eqn.params["name"], backward)

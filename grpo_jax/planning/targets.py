@@ -1,7 +1,7 @@
-"""Devices that are not here: XLA's compilers for a GPU or a TPU run on a machine without one.
+"""Target devices: XLA can compile for a GPU or a TPU on a machine without one.
 
-Figures of the GPUs are those of OpenXLA's own specifications, peaks and bandwidths those of the vendors' data sheets
-(dense products of bfloat16 with float32 sums).
+The GPUs' figures come from OpenXLA's specifications. Peaks and bandwidths come from the vendors' data sheets, for dense
+bfloat16 products with float32 accumulation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
 
 
 class Gpu(NamedTuple):
-    """Figures of a CUDA card: bytes, FLOP/s of bfloat16 products, bytes/s, and what XLA asks for."""
+    """Figures of a CUDA GPU: bytes, FLOP/s of bfloat16 products, bytes/s, and XLA's parameters."""
 
     title: str
     memory: int
@@ -44,7 +44,7 @@ class Gpu(NamedTuple):
 
 
 class Tpu(NamedTuple):
-    """Figures of a TPU chip, as of `Gpu`, and the shapes in which libtpu knows so many of them."""
+    """Figures of a TPU chip, like `Gpu`, and libtpu's topology for each number of chips."""
 
     title: str
     memory: int
@@ -74,19 +74,19 @@ _KNOWN = {(8, 0): "A100", (8, 6): "A10", (9, 0): "H100", (10, 0): "B200", (12, 0
 
 
 class Target(NamedTuple):
-    """So many devices of one kind to compile for."""
+    """A number of devices of one kind to compile for."""
 
     name: str
     devices: int = 1
 
     @property
     def kind(self) -> Gpu | Tpu:
-        """The device's figures."""
+        """Return the device's figures."""
         return TARGETS[self.name]
 
     @property
     def platform(self) -> str:
-        """The platform as JAX names it while lowering."""
+        """Return JAX's platform name for lowering."""
         return "cuda" if isinstance(self.kind, Gpu) else "tpu"
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Target(NamedTuple):
 
 
 def parse_target(text: str) -> Target:
-    """Read ``h100``, or ``h100:8`` for eight of them; UserError."""
+    """Parse ``h100``, or ``h100:8`` for eight devices; UserError for other forms."""
     match = re.fullmatch(rf"({'|'.join(TARGETS)})(?::([1-9]\d{{0,3}}))?", text)
     if match is None:
         raise UserError(
@@ -104,16 +104,16 @@ def parse_target(text: str) -> Target:
 
 
 def prepare() -> None:
-    """Keep JAX on the CPU, and its plugins from looking for devices; before any other use of JAX."""
+    """Keep JAX on the CPU, and stop its plugins from searching devices; call it before any other use of JAX."""
     for name, value in {"SKIP_MDS_QUERY": "1", "WORKER_HOSTNAMES": "localhost", "STDERR_LOG_LEVEL": "3"}.items():
-        os.environ.setdefault(f"TPU_{name}", value)  # libtpu would ask Google's metadata server, and say so
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock is of chips, and two plans may be made at once
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
+        os.environ.setdefault(f"TPU_{name}", value)  # else libtpu queries Google's metadata server, and logs that
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the lock protects chips; plans may run concurrently
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # checks libraries that only execution needs
     jax.config.update("jax_platforms", "cpu")
 
 
 def open_devices(target: Target) -> list[jax.Device]:
-    """Return devices to compile for, which nothing can run on; UserError if the compiler is missing."""
+    """Return devices that only support compilation; UserError if the compiler is missing."""
     kind = target.kind
     compilers = ("jax_cuda12_plugin", "jax_cuda13_plugin") if isinstance(kind, Gpu) else ("libtpu",)
     if not any(map(find_spec, compilers)):
@@ -126,12 +126,12 @@ def open_devices(target: Target) -> list[jax.Device]:
     require(shape is not None, f"{TARGET} {target.name}", f"{', '.join(map(str, kind.shapes))} chips", target.devices)
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.name}-{target.devices}")
     jax.devices()
-    os.environ.pop("XLA_FLAGS", None)  # the CPU has read them, and libtpu ends a process over flags that it lacks
+    os.environ.pop("XLA_FLAGS", None)  # the CPU has read them; libtpu ends the process at unknown flags
     return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.devices]
 
 
 def _figures(kind: Gpu) -> str:
-    """Write XLA's `GpuTargetConfigProto` of a card as text."""
+    """Write XLA's `GpuTargetConfigProto` of a GPU as text."""
     figures = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -160,7 +160,7 @@ def _figures(kind: Gpu) -> str:
 
 
 def lowering_for(target: Target) -> AbstractContextManager[None]:
-    """Return a context in which Pallas lowers kernels for a GPU of the target; from jax 0.12 on it looks for one."""
+    """Return a context in which Pallas lowers kernels for the target's GPU; from jax 0.12 on it needs a GPU."""
     if not isinstance(target.kind, Gpu):
         return nullcontext()
     device = AbstractDevice(f"NVIDIA {_KNOWN[target.kind.capability]}", target.kind.cores, "gpu")

@@ -1,4 +1,4 @@
-"""Line charts of a run: its task's first, then those of every run. page.html draws them as SVG."""
+"""Line charts of a run: the task's charts first, then the common ones. page.html draws them as SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_jax.tasks.task import Chart, Curve, Display, of_turns
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
 """Where the axes are in page.html's drawing of 320 x 190."""
 _MAX_POINTS = 500
-_MAX_MARKS = 100  # points of a line that show their values under the pointer
+_MAX_MARKS = 100  # maximum points of a line with tooltips
 
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
@@ -34,7 +34,7 @@ _OF_EVERY_RUN = {
 
 
 def number(value: float | None) -> str:
-    """Format a number for people: three significant digits, no exponent where that is readable."""
+    """Format a number with three significant digits, without an exponent if readable."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == int(value) and abs(value) < 1e5:
@@ -60,7 +60,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Return the exponential moving average without the bias of its start."""
+    """Return the bias-corrected exponential moving average."""
     out, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
@@ -69,7 +69,7 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 def points_of(rows: Rows, metric: str) -> list[tuple[float, float]]:
-    """Return a metric's (step, value), without rows that lack it."""
+    """Return a metric's (step, value) pairs, without rows that lack it."""
     points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]
     return [point for point in points if math.isfinite(point[1])]
 
@@ -77,7 +77,7 @@ def points_of(rows: Rows, metric: str) -> list[tuple[float, float]]:
 def draw(chart: Chart, rows: Rows) -> Values | None:
     """Return a chart's ticks and lines in the coordinates of page.html; None without a point.
 
-    A noisy line is drawn faint with a smooth one over it, a short or sparse one with dots.
+    A noisy line is faint, below a smoothed one; a short or sparse line has dots.
     """
     curves = [(curve, points) for curve in chart.curves if (points := points_of(rows, curve.metric))]
     if not curves:
@@ -113,7 +113,7 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
             }
         )
     texts = [number(tick) for tick in y_ticks]
-    if len(set(texts)) < len(texts):  # a narrow range
+    if len(set(texts)) < len(texts):  # labels repeat in a narrow range
         texts = [f"{tick:.9g}" for tick in y_ticks]
     return {
         "title": chart.title,
@@ -125,14 +125,14 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
 
 
 def drawn_charts(rows: Rows, display: Display) -> list[Values]:
-    """Return a run's charts with a point; seconds without the first iteration, which compiles and sets no scale."""
+    """Return a run's non-empty charts; seconds exclude the first iteration, which compiles."""
     stages = tuple(curve for curve in _group(rows, "seconds/") if curve.label != "total")
     seconds = draw(Chart("Seconds per iteration", stages, "Without the first iteration, which compiles."), rows[1:])
     return [chart for chart in (*(draw(chart, rows) for chart in charts_of(rows, display)), seconds) if chart]
 
 
 def _group(rows: Rows, prefix: str, suffix: str = "", *, sparse: bool = False) -> list[Curve]:
-    """Return a curve for each metric of a prefix and a suffix, labelled by the text between."""
+    """Return a curve for each metric with a prefix and a suffix, labelled by the text between."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith(suffix))
     return [Curve(key, key.removeprefix(prefix).removesuffix(suffix).replace("_", " "), sparse) for key in names]
 
@@ -141,10 +141,10 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
     """Return the charts of these rows; a chart may have no curve."""
     rewards = sorted(_group(rows, "reward/", "/mean"), key=lambda curve: curve.label != "total")
     if len(rewards) == 2 and rewards[0].label == "total":
-        rewards = rewards[1:]  # a single objective is its own total, up to its weight
+        rewards = rewards[1:]  # a single objective equals the total, up to its weight
     hidden = (*display.hidden, "completion tokens", "valid")
     charted = {curve.metric for chart in display.charts for curve in chart.curves}
-    watched = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
+    evaluated = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
     validation = _group(rows, "validation/", sparse=True)
     measures = [curve.metric.removeprefix("validation/") for curve in validation]
     validation = [
@@ -165,7 +165,7 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         *display.charts,
         Chart("Rewards", tuple(rewards)),
         Chart("Rewards turn by turn", tuple(by_turn)),
-        Chart("Evaluation rewards, never trained on", tuple(watched)),
+        Chart("Evaluation rewards, never trained on", tuple(evaluated)),
         Chart("Validation", tuple(validation)),
         Chart("Groups without signal", tuple(_group(rows, "zero_variance_groups/"))),
         *(Chart(title, tuple(Curve(*pair) for pair in named.items())) for title, named in moving.items()),

@@ -1,4 +1,4 @@
-"""The terminal and train.log: lines, and one live line while a run goes on."""
+"""Terminal and train.log: lines, and a live progress bar."""
 
 import io
 import math
@@ -20,29 +20,29 @@ _LIVE = (("loss", "loss"), ("zero_variance_groups/total", "zero var"), ("kl", "k
 
 
 class LastingStream(io.TextIOBase):
-    """A terminal that may go away (closed, a pipe without a reader, a full disk): then text is lost, and no more."""
+    """Stream to a terminal that may go away (closed, broken pipe, full disk): then only its text is lost."""
 
     def __init__(self, stream: TextIO | None = None):
-        """Write to a stream; None for the standard output of each moment."""
+        """Write to a stream; None for the current standard output."""
         self._stream = stream
         self.lost = False
 
     def write(self, text: str) -> int:
-        """Write as long as that is possible."""
+        """Write, if still possible."""
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush as long as that is possible."""
+        """Flush, if still possible."""
         self._try("flush")
 
     def isatty(self) -> bool:
-        """Whether somebody may be watching."""
+        """Return whether the stream is a terminal."""
         return bool(self._try("isatty"))
 
     @property
     def encoding(self) -> str:
-        """The stream's."""
+        """Return the stream's encoding."""
         return getattr(self._stream or sys.stdout, "encoding", None) or "utf-8"
 
     def _try(self, name: str, *arguments: str) -> object:
@@ -50,7 +50,7 @@ class LastingStream(io.TextIOBase):
             return None
         try:
             return getattr(self._stream or sys.stdout, name)(*arguments)
-        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: there is none
+        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: no stream
             self.lost = True
             return None
 
@@ -59,7 +59,7 @@ class Console:
     """Lines to the terminal and to train.log."""
 
     def __init__(self, log: str | Path, *, stream: TextIO | None = None):
-        """Open the log to append; `stream` is written in place of standard output."""
+        """Open the log for appending; `stream` replaces standard output."""
         from rich.console import Console as Terminal
 
         self._stream = LastingStream(stream)
@@ -69,7 +69,7 @@ class Console:
         self._log = AppendedFile(log)
 
     def info(self, text: str = "", detail: str | None = None, *, style: str | None = None) -> None:
-        """Print a line; with a detail, one of a run's opening: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
+        """Print a line; with a detail, a startup line: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
         from rich.text import Text
 
         if detail is None:
@@ -80,11 +80,11 @@ class Console:
         self.record(text)
 
     def warning(self, text: str) -> None:
-        """Print a line about something left out or done otherwise."""
+        """Print a warning."""
         self.info(f"warning: {text}", style="yellow")
 
     def record(self, text: str) -> None:
-        """Write a line to the log alone."""
+        """Write a line only to the log."""
         if self._stream.lost and not self._noted:
             self._noted = True
             self._log.write("warning: the terminal is gone; the run goes on\n")
@@ -92,16 +92,16 @@ class Console:
 
     @contextmanager
     def live(self, total: int, display: Display, *, done: int = 0) -> Iterator[Update]:
-        """Show a bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
+        """Show a one-line progress bar; metrics use the space beside bar, count and time.
 
-        `done` steps were done before a resume; without a terminal about twenty lines are printed in all. Yields a
-        function that shows a finished step, counted from 1, with its metrics.
+        `done` steps preceded a resume. Without a terminal, about twenty lines are printed in total. Yields a function
+        that shows a finished step, counted from 1, with its metrics.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
         from rich.table import Column
 
-        # Cut and never wrapped: a terminal that wraps it has lines that the next drawing does not remove.
+        # Crop instead of wrapping: the next refresh would not remove wrapped lines.
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         left = TextColumn("eta {task.fields[eta]}", markup=False)
         figures = TextColumn("{task.fields[status]}", markup=False, table_column=rest)
@@ -110,7 +110,7 @@ class Console:
         with Bar(*columns, console=self._terminal, disable=not visible, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
             every = max(1, total // 20)
-            first: tuple[int, float] | None = None  # the clock starts at the end of a step that compiles
+            first: tuple[int, float] | None = None  # the clock starts after the first step, which compiles
 
             def update(step: int, metrics: Mapping[str, float]) -> None:
                 nonlocal first
@@ -146,7 +146,7 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     if len(singles) > 1 or total is None:
         parts += [f"{name} {metrics[f'reward/{name}/mean']:.3f}" for name in singles]
     shown = [(name, label) for name, label in (*display.live, *_LIVE) if metrics.get(name) is not None]
-    # Without a reference there is no KL, and rows hold 0.
+    # Without a reference, the KL in rows is 0: hide it.
     parts += [f"{label} {metrics[name]:.3g}" for name, label in shown if name != "kl" or metrics[name]]
     if metrics.get("epoch") is not None and total is not None:
         parts.insert(0, f"epoch {metrics['epoch']:.2f}")
@@ -157,7 +157,7 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
 
 
 def result_lines(summary: Values, display: Display = Display()) -> list[str]:
-    """Return the table of a summary, and its improvement in one line."""
+    """Return a summary's table, and its improvement in one line."""
 
     def cell(name, value):
         finite = isinstance(value, int | float) and math.isfinite(value)
@@ -182,7 +182,7 @@ def result_lines(summary: Values, display: Display = Display()) -> list[str]:
 
 
 def suspicions(summary: Values) -> list[str]:
-    """Return a line for each watched measure that fell while the reward rose."""
+    """Return a line for each eval reward that fell while the reward rose."""
     lines = []
     for name in summary.get("suspect", []):
         values = summary["evaluation"].get(name, {})

@@ -1,6 +1,6 @@
-"""All output of a run but its checkpoints: folder, terminal, log, metrics, completions, report.
+"""All output of a run except checkpoints: folder, terminal, log, metrics, completions, report.
 
-metrics.jsonl is always written, TensorBoard and Weights & Biases if `report_to` names them.
+metrics.jsonl is always written, TensorBoard and Weights & Biases if in `report_to`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_jax.rollout.rewards import RewardError
 from grpo_jax.runs.directory import AppendedFile, RunDirectory, finite, read_metrics, truncate_metrics, write_atomically
 from grpo_jax.tasks.task import Finished, GalleryEntry
 
-_COMPLETIONS = 64  # of an iteration, in a table of Weights & Biases
+_COMPLETIONS = 64  # completions per iteration in a table of Weights & Biases
 _CELLS = (str, bool, int, float, type(None))
 
 
@@ -36,11 +36,11 @@ class RunOutput:
     """The output of one run; closed when its block ends."""
 
     def __init__(self, config: Any, *, stream: TextIO | None = None):
-        """Make or open the run directory and write config.yaml; `stream` is written in place of standard output.
+        """Create or open the run directory and write config.yaml; `stream` replaces standard output.
 
         Raises:
-            UserError: The run directory cannot be used, a service of `report_to` is not installed, or nobody is
-                logged in to the hub that the policy is to be pushed to.
+            UserError: The run directory cannot be used, a service of `report_to` is not installed, or `push_to_hub`
+                has no login.
         """
         if "wandb" in config.report_to:
             try:
@@ -48,7 +48,7 @@ class RunOutput:
             except ImportError as error:
                 fix = "pip install wandb, or leave it out of report_to"
                 raise UserError(f"report_to: wandb is not installed; {fix}") from error
-        self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
+        self._repo = getattr(config, "push_to_hub", "")  # a task's config may lack it
         if self._repo:
             require_hub(self._repo)
         self._config, self._display = config, config.task.display
@@ -70,7 +70,7 @@ class RunOutput:
     def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Remove the output after a step (0 for a new run), open the metrics and return the number of rows.
 
-        `step` is the last whose completions stay, `rows` the last whose metrics stay (the same if None).
+        `step` is the last step whose completions stay, `rows` the last whose metrics stay (the same if None).
         """
         rows = step if rows is None else rows
         if self._config.resume:
@@ -89,7 +89,7 @@ class RunOutput:
         return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:
-        """Start the live line of `total` iterations, `done` of them before a resume."""
+        """Start the progress bar of `total` iterations, `done` of them before a resume."""
         self._show = self._open_line.enter_context(self.console.live(total, self._display, done=done))
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
@@ -98,7 +98,7 @@ class RunOutput:
         self._tell(lambda service: service.completions(step, columns))
 
     def iteration(self, row: Values) -> None:
-        """Write and show one iteration by its metrics, with "step"; a number that is not finite becomes null."""
+        """Write and show an iteration's metrics, with "step"; non-finite numbers become null."""
         step = int(row["step"])
         assert self._metrics is not None
         self._metrics.write(json.dumps(finite({"step": step, **row})) + "\n")
@@ -107,7 +107,7 @@ class RunOutput:
             self._show(step, row)
 
     def _tell(self, act: Callable[[TensorBoard | WeightsAndBiases], None]) -> None:
-        """Tell each service, which the run can do without: a failure ends it with a warning."""
+        """Notify each service; a failing one is ended with a warning, and the run continues."""
         for service in list(self._services):
             try:
                 act(service)
@@ -127,7 +127,7 @@ class RunOutput:
         write_report(self.directory, self._display, summary=summary)
         self._tell(lambda service: service.finish(summary, finished.gallery))
         text = json.dumps(finite(summary), indent=2)
-        write_atomically(self.directory.summary, f"{text}\n")  # last: a run that has one is complete
+        write_atomically(self.directory.summary, f"{text}\n")  # last, so a run with a summary is complete
         self.info()
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.info(line)
@@ -145,7 +145,7 @@ class RunOutput:
                 self.warning(str(error))
 
     def close(self) -> None:
-        """Close live line, metrics and log."""
+        """Close progress bar, metrics and log."""
         self._end_line()
         self._tell(lambda service: service.close())
         if self._metrics is not None:
@@ -156,12 +156,12 @@ class RunOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Close; remove the run directory where a start failed before it had saved anything.
+        """Close; remove the run directory if the start failed before anything was saved.
 
-        The log keeps the error that ended the run, of one that nobody foresaw the traceback too.
+        The log keeps the error that ended the run, with the traceback of an unexpected error.
         """
         try:
-            with suppress(UserError):  # the disk may be what failed
+            with suppress(UserError):  # the disk may have failed
                 if error is not None:
                     self.console.record(_error_text(error))
                 self.close()
@@ -176,24 +176,24 @@ class RunOutput:
 
 
 def open_output(config: Any) -> RunOutput | NoOutput:
-    """Open a run's output; of several processes process 0 has it."""
+    """Open a run's output; with several processes, only process 0 has one."""
     return on_all_processes(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
 
 
 class NoOutput:
-    """The output of any process of a run but process 0: none."""
+    """No output, for all processes except process 0."""
 
     def __init__(self, config: Config):
-        """Name the run directory; touch nothing."""
+        """Define the run directory, without touching the disk."""
         self.directory = RunDirectory(config.run_dir or "")
 
     def info(self, *_: object, **__: object) -> None:
-        """Print nothing; so do the others."""
+        """Print nothing, like the other methods."""
 
     warning = start = completions = iteration = finish = info
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
-        """Return the number of rows that are to stay."""
+        """Return the number of rows to keep."""
         return step if rows is None else rows
 
     def __enter__(self) -> NoOutput:
@@ -217,10 +217,10 @@ def _error_text(error: BaseException) -> str:
 
 
 class TensorBoard:
-    """Event files, through the tensorboard package alone."""
+    """Event files, through the tensorboard package only."""
 
     def __init__(self, run: RunDirectory, resume_step: int | None):
-        """Open a new event file; `resume_step` makes TensorBoard forget all events after that step."""
+        """Open a new event file; `resume_step` makes TensorBoard discard all events after that step."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -242,7 +242,7 @@ class TensorBoard:
         self._writer.flush()
 
     def completions(self, *_: object) -> None:
-        """Leave completions out, and the summary."""
+        """Skip completions, and the summary."""
 
     finish = completions
 
@@ -252,7 +252,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on Weights & Biases, the same one again on resume: the run directory keeps its id."""
+    """A Weights & Biases run, which a resume continues: the run directory stores its id."""
 
     def __init__(self, run: RunDirectory, config: Values):
         """Start or continue the run; UserError if wandb refuses."""
@@ -276,7 +276,7 @@ class WeightsAndBiases:
         self._run.log(numbers(metrics), step=step)
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Log the first of them as a table, with the iteration's numbers."""
+        """Log the first completions as a table, with the iteration's numbers."""
         first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
         cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
         table = self._wandb.Table(columns=list(cells), data=[list(row) for row in zip(*cells.values(), strict=True)])

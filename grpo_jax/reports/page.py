@@ -1,6 +1,6 @@
-"""report.html: one self-contained page of a run's results and curves. Nothing is fetched, no script runs.
+"""report.html: one self-contained page of a run's results and curves, without scripts or external files.
 
-page.html has the markup, as macros of Jinja; this module makes their data.
+page.html has the markup, as Jinja macros; this module makes their data.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from grpo_jax.rollout.pictures import png
 from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
 from grpo_jax.tasks.task import Display, EpisodeEntry, GalleryEntry, Table, of_turns
 
-_SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
+_SHOWN_SIZE = 128  # approximate width of pictures; small ones are enlarged by integer factors
 _ITERATIONS_SHOWN = 5
-_COMPLETIONS_SHOWN = 40  # of each of these iterations
+_COMPLETIONS_SHOWN = 40  # completions of each shown iteration
 
 
 class RunEnd(NamedTuple):
-    """The parts of report.html that stand in no other file of a run; report.json.
+    """The contents of report.html that no other file of a run holds; report.json.
 
     Attributes:
         gallery: Pairs of texts or pictures.
-        episodes: As they went.
-        tables: The task's own first.
+        episodes: Held-out episodes.
+        tables: The task's own tables first.
         config: The configuration of the last process, as YAML.
     """
 
@@ -51,7 +51,7 @@ class RunEnd(NamedTuple):
 def write_report(
     run: RunDirectory, display: Display = Display(), *, path: str | Path = "", summary: Values | None = None
 ) -> None:
-    """Write the page of a run with metrics from its directory; of one that ends, with its summary to be."""
+    """Write the page of a run with metrics from its directory; `summary` replaces one not yet written."""
     rows, end = read_metrics(run.metrics), read_end(run)
     summary = _read_summary(run, rows) if summary is None else finite(summary)
     if not summary:
@@ -70,7 +70,7 @@ def render_report(
 ) -> str:
     """Render the page of a run, whose summary is empty until it has finished.
 
-    `evaluation.<measure>.{before, after, oracle}` of the summary makes the headline. `completions` are some of
+    `evaluation.<measure>.{before, after, oracle}` of the summary makes the headline. `completions` are examples from
     training.
     """
     claims, measures = _headline(summary, display)
@@ -116,11 +116,11 @@ def style() -> Markup:
 
 
 def _headline(summary: Values, display: Display) -> tuple[list[str], list[Values]]:
-    """Return the first measure in a sentence, with warnings, and a card for each measure."""
+    """Return a sentence on the first measure, with warnings, and a card for each measure."""
     evaluation = dict(summary.get("evaluation", {}))
     total = evaluation.get("total")
     if any(values == total for name, values in evaluation.items() if name != "total"):
-        del evaluation["total"]  # of a single objective, which it is
+        del evaluation["total"]  # it equals a single objective
     main = next((name for name in (*display.headline, "total", *evaluation) if name in evaluation), None)
     claims, measures = [], []
     if main is not None:
@@ -156,7 +156,7 @@ def _card(name: str, values: Mapping[str, float | None], display: Display) -> Va
 
 
 def _stroke(place: int) -> str:
-    """Return the style of a chart's line: six colours of page.css, then the same ones dashed."""
+    """Return the style of a chart's line: six colours of page.css, then the same colours dashed."""
     dashes = ("", "; stroke-dasharray: 6 3", "; stroke-dasharray: 2 3", "; stroke-dasharray: 9 3 2 3")
     return f"color: var(--series-{place % 6 + 1}){dashes[place // 6 % 4]}"
 
@@ -210,7 +210,7 @@ def completions_table(folder: str | Path) -> Table | None:
 
 
 def _columns(rows: Rows) -> list[str]:
-    """Return the columns that the page shows, numbers before texts; raw completions only where they differ."""
+    """Return the columns of the page, numbers before texts; raw completions only if they differ."""
     shown = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str | int | float))
     if all(row.get("raw_completion") == row.get("completion") for row in rows):
         shown.pop("raw_completion", None)
@@ -223,7 +223,7 @@ def write_end(run: RunDirectory, end: RunEnd) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Return named tuples as mappings and pictures as PNG in base64."""
+    """Convert named tuples to mappings and pictures to base64 PNG."""
     if isinstance(value, np.ndarray):
         return base64.b64encode(png(value)).decode()
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -246,7 +246,7 @@ def read_end(run: RunDirectory) -> RunEnd:
 
 
 def _read_summary(run: RunDirectory, rows: Rows) -> Values:
-    """Read summary.json; empty for a run that has not finished, or goes on after it had."""
+    """Read summary.json; empty for a run that has not finished, or was extended afterwards."""
     if not run.summary.exists():
         return {}
     summary = load_json(run.summary)

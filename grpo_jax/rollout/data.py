@@ -1,7 +1,7 @@
-"""Rows of a data set: how they are split, and the order in which training visits them.
+"""Rows of a data set: their split into parts, and their order in training.
 
-The order of an epoch, the rows of a batch and the noise of a picture are functions of (seed, number) alone, so that a
-checkpoint stores one number.
+The order of an epoch, the rows of a batch and the noise of a picture depend only on (seed, number). A checkpoint thus
+stores one number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PICTURE_MARK = "<image>"
 """In a prompt of plain text, the place of a picture: as often as there are pictures, or never."""
 Result = TypeVar("Result")
 _WORD = 2**32
-# What a seed is for: one number never serves two purposes.
+# Purposes of a seed: each has its own stream of random numbers.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
 
 
@@ -44,11 +44,11 @@ class Row:
     """One prompt of a data set.
 
     Attributes:
-        id: Never changes: its line in the file (from 1), or its place in the built-in list.
+        id: Constant: the line in the file (from 1), or the position in the built-in list.
         prompt: The user's text.
         columns: The row's other fields, passed to the rewards.
-        pictures: Those of the prompt, in its order: sources as `rollout.pictures` reads them.
-        messages: The conversation that is to be answered, its pictures those of the row; () for the prompt alone.
+        pictures: Pictures of the prompt in order, as sources that `rollout.pictures` reads.
+        messages: The conversation to continue, with the row's pictures; () for the prompt alone.
     """
 
     id: int
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Text that is equal for equal prompts, pictures and conversations alone."""
+        """Return a string that identifies prompt, pictures and conversation."""
         if not (self.pictures or self.messages):
             return self.prompt
         messages = [(message.role, message.parts) for message in self.messages]
@@ -89,7 +89,7 @@ NO_SPLIT = -1
 
 
 def facts_of(row: Row, place: int = 0, split: int = NO_SPLIT) -> tuple:
-    """Return the entries of `FACTS` of a row; columns that JSON does not have count as null."""
+    """Return the entries of `FACTS` of a row; columns that are not valid JSON count as null."""
     content = (row.prompt, [(message.role, message.parts) for message in row.messages], len(row.pictures), row.columns)
     text = json.dumps(content, default=lambda value: None, skipkeys=True)
     return (
@@ -104,7 +104,7 @@ def text_bytes(row: Row) -> int:
 
 
 class Rows(Sequence[Row]):
-    """Rows that make(place) makes on each access; their source is not copied."""
+    """Lazy rows: make(place) makes one on each access, and their source is not copied."""
 
     def __init__(self, make: Callable[[int], Row], facts: np.ndarray):
         self.make = make
@@ -114,7 +114,7 @@ class Rows(Sequence[Row]):
         return len(self.facts)
 
     def __getitem__(self, index: Any) -> Any:
-        """A row; of a slice all of them, made."""
+        """Return a row, or a list of rows for a slice."""
         if isinstance(index, slice):
             return tuple(map(self.make, self.facts["place"][index].tolist()))
         return self.make(int(self.facts["place"][index]))
@@ -127,7 +127,7 @@ class Rows(Sequence[Row]):
     __hash__ = None  # type: ignore[assignment]
 
     def take(self, which: np.ndarray) -> Rows:
-        """Return some of them, by place or by mask."""
+        """Return some rows, by place or by mask."""
         return Rows(self.make, self.facts[which])
 
 
@@ -137,7 +137,7 @@ def row_facts(rows: Sequence[Row]) -> np.ndarray:
 
 
 class PromptSet(NamedTuple):
-    """Parts of a data set: one to learn from, one to choose the best checkpoint, one to report."""
+    """Splits of a data set: one to train on, one to choose the best checkpoint, one to report."""
 
     train: Sequence[Row]
     validation: Sequence[Row]
@@ -145,12 +145,12 @@ class PromptSet(NamedTuple):
 
 
 def all_rows(prompts: PromptSet) -> Rows:
-    """Return the rows of its parts, one part behind another."""
+    """Return the rows of all splits, concatenated."""
     ends = np.cumsum([len(part) for part in prompts]).tolist()
 
     def make(place: int) -> Row:
         which = bisect.bisect_right(ends, place)
-        return prompts[which][place - ends[which]]  # from its end
+        return prompts[which][place - ends[which]]  # a negative index, from the end of the split
 
     facts = np.concatenate([row_facts(part) for part in prompts])
     facts["place"] = np.arange(len(facts))
@@ -161,7 +161,7 @@ TRAINING_ROWS = "training rows"
 
 
 def data_identity(prompts: PromptSet) -> dict[str, str]:
-    """Return a digest of the rows of each part, by which a resumed run knows its data."""
+    """Return a digest of each split's rows, by which a resumed run recognises its data."""
     digests = {}
     for name, rows in zip((TRAINING_ROWS, "validation rows", "test rows"), prompts, strict=True):
         content = row_facts(rows)["content"].tobytes()
@@ -175,12 +175,12 @@ def one_prompt(rows: Sequence[Row]) -> bool:
 
 
 def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the places of the rows to train on, to validate with and to test with, each in order.
+    """Return the sorted places of the rows for training, validation and testing.
 
-    Prompts are ranked by their hashes S32 [n], of text and pictures; the first are for testing, as many next
-    for validation. The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a
-    file moves few others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at
-    least one if above 0) that each of the two parts gets. One prompt that all rows repeat is not held out.
+    Prompts are ranked by their hashes S32 [n], of text and pictures. The first are for testing, and as many next for
+    validation. The split depends on neither order nor seed, keeps duplicates together, and moves few rows if a file
+    grows. `held_out` is the number (int) or share (float, rounded; at least one if above 0) of the different prompts
+    in each of the two splits. One prompt that all rows repeat is not held out.
     """
     prompts, ranks = np.unique(digests, return_inverse=True)
     share = held_out if isinstance(held_out, int) else round(held_out * len(prompts))
@@ -196,7 +196,7 @@ def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndar
 
 
 def _seed_sequence(*numbers: int) -> np.random.SeedSequence:
-    """Make a seed of integers in [0, 2**64), two words each, so that different tuples are different entropy."""
+    """Make a seed from integers in [0, 2**64), two words each, so different tuples give different entropy."""
     return np.random.SeedSequence([word for number in numbers for word in (number % _WORD, number // _WORD)])
 
 
@@ -209,12 +209,12 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def _permutation(n: int, *numbers: int) -> np.ndarray:
-    # Raw bits of a named generator are stable over NumPy's versions; its permutations are not promised to be.
+    # NumPy keeps the raw bits of a named generator stable across versions, but not its permutations.
     return np.argsort(np.random.PCG64(_seed_sequence(*numbers)).random_raw(n), kind="stable")
 
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
-    """Count the batches in one pass over ``n`` rows, the rest left over; UserError if there is none."""
+    """Count the full batches in one epoch over ``n`` rows; UserError if there is none."""
     if n < batch_size:
         raise UserError(f"a batch takes {batch_size} different prompts and there are {n}: lower it or add prompts")
     return n // batch_size
@@ -223,8 +223,8 @@ def batches_per_epoch(n: int, batch_size: int) -> int:
 def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarray:
     """Return the rows of a batch, i64 [P]; iterations count from 0 over the whole run.
 
-    A batch never crosses an epoch, so its rows are all different: random numbers belong to a prompt's id, and a
-    prompt that stood twice in a batch would get the same completions twice. Raises as `batches_per_epoch`.
+    A batch never crosses an epoch, so its rows are all different. Random numbers depend on the prompt's id, so a
+    prompt twice in a batch would get the same completions twice. Raises as `batches_per_epoch`.
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
     return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
@@ -233,8 +233,8 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
 def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
     """Return the rows of a batch of similar lengths, i64 [P]; raises as `batches_per_epoch`.
 
-    The rows of `window` batches (at the end of an epoch fewer, so that each row comes once) are sorted by their
-    `lengths` [n], and these batches visited in a random order.
+    The rows of `window` batches are sorted by their `lengths` [n], and their batches shuffled. The last window of an
+    epoch is smaller, so no row comes twice.
     """
     n = len(lengths)
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
@@ -250,10 +250,10 @@ def iterations_in_all(section: TrainingSection, n: int) -> int:
 
 
 def draw_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
-    """Return the rows of a draw of an iteration, i64 [P]: its batch (0), then more where that lacks signal.
+    """Return the rows of a draw of an iteration, i64 [P]: draw 0 is its batch, later draws replace missing signal.
 
-    The order is the iteration's batch, then all other rows shuffled; a draw takes the next stretch, from the start
-    again at the end. Within a draw all rows are different.
+    The order is the iteration's batch, then all other rows shuffled. Each draw takes the next P rows and wraps around
+    at the end. Within a draw all rows are different.
     """
     batch = batch_at(seed, iteration, batch_size=batch_size, n=n)
     if draw == 0:
@@ -264,10 +264,10 @@ def draw_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) ->
 
 
 def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False) -> int:
-    """Return the seed of the noise that pictures of one prompt start from, an integer in [0, 2**63).
+    """Return the seed of the initial noise of one prompt's pictures, an integer in [0, 2**63).
 
-    All rewrites of a prompt, and the prompt itself, are rendered from it (common random numbers): pictures of a group
-    differ by their words alone. In evaluation it does not depend on the iteration.
+    The prompt and all its rewrites are rendered from the same noise (common random numbers). Pictures of a group thus
+    differ only by their words. In evaluation the seed does not depend on the iteration.
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
     state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
@@ -275,17 +275,17 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
 
 
 def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[object]]]:
-    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None if a row lacks one."""
+    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None if a row has no value."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
-    """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
+    """Return a row's messages, or one user message with its pictures, instruction and prompt; then add `system`.
 
-    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
-    system message is added unless the row begins with one.
+    The instruction contains {prompt}, which the prompt replaces. UserError for an instruction beside a row that has
+    its own messages. The system message comes first, unless the row begins with one.
     """
     before = (Message("system", (Fixed(system),)),) if system else ()
     if row.messages:

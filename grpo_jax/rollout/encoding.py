@@ -1,6 +1,6 @@
-"""From prompts to tokens, and from tokens to texts.
+"""Encode prompts to tokens, and decode tokens to completions.
 
-Messages go through the chat template to tokens of one width, pictures among them; completions are decoded and parsed.
+The chat template turns messages, with their pictures, into tokens of one width. Completions are decoded and parsed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PictureInput = Pictures | PictureStates
 _LONGEST = 4096
 """Rows that are encoded beforehand, at most, unless they could be too long."""
 _TEMPLATE_MARGIN = 8
-_BYTES_PER_TOKEN = 100  # more than texts have, even those of spaces
+_BYTES_PER_TOKEN = 100  # an upper bound, even for runs of spaces
 _COMPARED = 256
 """Prompts whose tokens are compared: a tokenizer or a template that loses prompts loses all of them."""
 
@@ -49,7 +49,7 @@ _COMPARED = 256
 class Encoded(NamedTuple):
     """Prompts as token ids, on the host: i32 [P, L], left-padded, and their mask bool [P, L].
 
-    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None if the data set has none.
+    Placeholder tokens mark the pictures; `pictures` [P, I, ..] is None if the data set has none.
     """
 
     tokens: np.ndarray
@@ -58,7 +58,7 @@ class Encoded(NamedTuple):
 
 
 class ImageProcessor(NamedTuple):
-    """The image processor of a policy's folder: pictures of Pillow → patches and grids."""
+    """The image processor of a policy's folder: PIL images → patches and grids."""
 
     vision: VisionConfig
     settings: PictureSettings
@@ -66,7 +66,7 @@ class ImageProcessor(NamedTuple):
 
 
 def load_image_processor(folder: Path, vision: VisionConfig, size: int | None) -> ImageProcessor:
-    """Load it; `size` is data.picture_size."""
+    """Load the image processor; `size` is data.picture_size."""
     settings = read_settings(folder, vision, size)
     return ImageProcessor(vision, settings, make_preparer(folder, settings))
 
@@ -84,20 +84,20 @@ def make_encode(
 ) -> Callable[[Sequence[Row]], Encoded]:
     """Make encode(rows) → `Encoded`.
 
-    The user's text stays text: marks of the tokenizer, and places of pictures, come from template and instruction
-    alone. UserError for a prompt that is too long, prompts without tokens or all the same, or a picture that cannot
-    be used.
+    The user's text stays text: only template and instruction may add special tokens and picture placeholders.
+    UserError for a prompt that is too long or has no tokens, for prompts that are all equal, or for an unusable
+    picture.
 
     Args:
-        section: Form, instruction, and the most tokens of a prompt, its pictures' included.
-        pad_id: Fills up on the left.
+        section: Form, instruction, and the limit of a prompt's tokens, including its pictures'.
+        pad_id: Token of the left padding.
         vocab_size: V, the model's; a token beyond it is refused.
-        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes. Of
-            more than 4096 without pictures only those with the most text, and all that could be too long, are encoded
-            beforehand; a batch with a longer one is wider.
-        image_processor: Called where a row has pictures.
-        context_length: The most tokens of a prompt with its completion (max_position_embeddings).
-        completion_tokens: The most tokens behind a prompt.
+        rows: Rows whose longest sets L, and whose pictures set the sizes, so all batches have few shapes. Beyond 4096
+            rows without pictures, only the longest texts, and all that could exceed the limit, are encoded beforehand;
+            a batch with a longer row is wider.
+        image_processor: Called if a row has pictures.
+        context_length: Limit of a prompt's tokens plus its completion's (max_position_embeddings).
+        completion_tokens: Limit of the tokens after a prompt.
     """
     facts = row_facts(rows)
     processor = image_processor() if image_processor is not None and facts["pictures"].any() else None
@@ -109,7 +109,7 @@ def make_encode(
             raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         lengths = [] if vision is None else [height * width // vision.merged for height, width in grids]
         size = text_bytes(row)
-        if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # before it is encoded, which takes seconds a megabyte
+        if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # check first: encoding takes seconds per megabyte
             raise UserError(
                 f"prompt {short_repr(row.prompt)} has {size:,} bytes, too many for data.max_prompt_tokens "
                 f"({section.max_prompt_tokens}): shorten it or raise the limit"
@@ -124,7 +124,7 @@ def make_encode(
                 f"shorten it or raise the limit{smaller}"
             )
         positions = len(ids) + completion_tokens
-        if vision is not None:  # the tokens of a picture share positions, as many as its longer side has
+        if vision is not None:  # a picture takes only as many positions as its longer side has tokens
             positions += sum(max(grid) // vision.merge for grid in grids) - sum(lengths)
         if context_length is not None and positions > context_length:
             raise UserError(
@@ -146,7 +146,7 @@ def make_encode(
             compared[" ".join([row.prompt, *(message.text for message in row.messages)])] = ids
         longest, slots = max(longest, len(ids)), max(slots, len(grids))
         patches = max([patches, *(height * width for height, width in grids)])
-    if len(compared) > 1 and len(set(map(tuple, compared.values()))) == 1:  # a policy would learn nothing
+    if len(compared) > 1 and len(set(map(tuple, compared.values()))) == 1:  # the policy could learn nothing
         one, other = map(short_repr, [*compared][:2])
         raise UserError(
             f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template, "
@@ -168,12 +168,12 @@ def make_encode(
 
 
 def _measured(facts: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
-    """Choose the rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
+    """Choose the rows to encode beforehand: no tokenizer makes more tokens than a text has bytes."""
     if len(facts) <= _LONGEST:
         return range(len(facts))
     try:
         template = len(tokens_of(Row(0, "x"), [])) + _TEMPLATE_MARGIN
-    except UserError:  # a template that takes no prompt by itself
+    except UserError:  # the template does not accept a bare prompt
         template = section.max_prompt_tokens
     repeats = max(1, section.instruction.count("{prompt}"))
     most = facts["text_bytes"] * repeats + template * np.maximum(facts["messages"], 1)
@@ -183,7 +183,7 @@ def _measured(facts: np.ndarray, tokens_of: TokensOf, section: DataSection) -> S
 
 
 def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Picture]]:
-    """Return the patches of each row's pictures; a picture of several rows is prepared once."""
+    """Return the patches of each row's pictures; a picture shared by rows is prepared once."""
     opened: dict[int, Image] = {}
 
     def open_once(source: Source) -> None:
@@ -197,7 +197,7 @@ def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Pi
 
 
 def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token lists as one array i32 [P, width] and its mask bool [P, width]; none is longer."""
+    """Left-pad token lists to one array i32 [P, width] and its mask bool [P, width]; none may be longer."""
     mask = np.arange(width) >= width - np.array([len(tokens) for tokens in encoded])[:, None]
     array = np.full(mask.shape, pad_id, np.int32)
     array[mask] = [*itertools.chain.from_iterable(encoded)]
@@ -209,9 +209,9 @@ def _make_tokens_of(
 ) -> TokensOf:
     """Make tokens_of(row, tokens of each of its pictures).
 
-    The form "append" continues the prompt itself. Otherwise it goes through the tokenizer's chat template, with the
-    answer left open; a tokenizer without one gets the instruction as plain text. UserError for an option that the
-    template would pass over: jinja ignores a name that a template does not use.
+    The form "append" continues the prompt itself. Other forms use the tokenizer's chat template with a generation
+    prompt, or the instruction as plain text if there is no template. UserError for an option that the template does
+    not use, since jinja ignores it silently.
     """
     chat = section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
     called = {TODAY: "strftime_now"}
@@ -232,11 +232,11 @@ def _make_tokens_of(
 
 
 class ParsedCompletion(NamedTuple):
-    """A parsed completion, which is judged.
+    """A parsed completion, which the rewards judge.
 
     Attributes:
         text: The completion, as the task reads it.
-        valid: Whether the policy wrote it; false if another text stands in.
+        valid: Whether it parsed; false if a fallback replaces it.
     """
 
     text: str
@@ -244,12 +244,12 @@ class ParsedCompletion(NamedTuple):
 
 
 def as_is(written: str, prompt: str) -> ParsedCompletion:
-    """Judge a completion as it is."""
+    """Parse a completion as itself."""
     return ParsedCompletion(written, True)
 
 
 def continued(written: str, prompt: str) -> ParsedCompletion:
-    """Judge the prompt with the first line of its continuation; the prompt alone, not valid, if that is empty."""
+    """Parse to the prompt plus the first line of its continuation; to the prompt, invalid, if that is empty."""
     line = written.partition("\n")[0]
     if not any(character.isalnum() for character in line):
         return ParsedCompletion(prompt, False)
@@ -257,9 +257,9 @@ def continued(written: str, prompt: str) -> ParsedCompletion:
 
 
 def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
-    """Return the mask bool [V] of all tokens but data.forbidden_tokens; None for every token.
+    """Return the mask bool [V] of all tokens except data.forbidden_tokens; None allows every token.
 
-    A policy with a vision tower never writes a picture's placeholder: there would be no picture in its place.
+    A policy with a vision tower never generates a picture placeholder, since it would have no picture.
     """
     forbidden, size, ends = config.data.forbidden_tokens, folder.config.vocab_size, list(folder.eos_ids)
     vision = getattr(folder.config, "vision", None)
@@ -282,10 +282,10 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
 
 
 def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the tree of a task's texts, of which a completion is one; None for any text.
+    """Return the trie of a task's choices, to which completions are constrained; None without choices.
 
-    Of texts with the same tokens the first counts. UserError if a text is longer than sampling.max_new_tokens, or
-    has no token of its own.
+    If choices have the same tokens, the first counts. UserError if a choice exceeds sampling.max_new_tokens or has no
+    token.
     """
     if texts is None:
         return None
@@ -310,7 +310,7 @@ def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFold
 
 
 def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether completions follow plain text, not a chat template's mark."""
+    """Return whether completions follow plain text rather than a special token of the chat template."""
     return not getattr(tokenizer, "chat_template", None) or config.data.form != "rewrite"
 
 
@@ -319,7 +319,7 @@ def make_decode(
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
     """Return decode(token ids, user's prompt) → (raw completion, parsed completion), without special tokens.
 
-    In the form "append" a completion goes on with its prompt.
+    In the form "append" a completion continues its prompt.
     """
 
     def text_of(ids: list[int]) -> str:
@@ -328,7 +328,7 @@ def make_decode(
     def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
         ids = [int(token) for token in tokens]
         written = text_of(ids)
-        if form == "append":  # a tokenizer drops the space before a text's first word, and here it is needed
+        if form == "append":  # keep the space before the first word, which a tokenizer drops
             start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
             head, whole = text_of(start), text_of(start + ids)
             written = whole[len(head) :] if whole.startswith(head) else written
@@ -340,12 +340,11 @@ def make_decode(
 def completion_statistics(
     prompts: Sequence[str], texts: Sequence[Sequence[str]], valid: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
-    """Measure the texts `[P][G]` of one batch, to detect reward hacking.
+    """Measure the completions `[P][G]` of one batch, to detect reward hacking.
 
     Returns:
         "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier
-        text of the same prompt; "unchanged": share that equal their prompt; "invalid": share that another text
-        stands in for.
+        completion of the prompt; "unchanged": share that equal their prompt; "invalid": share that did not parse.
     """
     pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
     words = sum(len(_words(text)) for _, text in pairs)

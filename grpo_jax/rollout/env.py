@@ -1,7 +1,7 @@
-"""Environments: the policy writes, the environment answers, the policy writes again.
+"""Environments: the policy generates, the environment returns an observation, the policy generates again.
 
-An `Env` is batched and keeps nothing between its calls: an episode's past stands in the episode. Two adapters make one:
-`rollout.env_adapters` steps classes with `reset` and `step`, and calls Python functions as tools.
+An `Env` is batched and stateless: the episode holds its own history. Two adapters make one: `rollout.env_adapters`
+steps classes with `reset` and `step`, and calls Python functions as tools.
 
     def step(rows, episodes):
         return [Observation("try again") for row, episode in zip(rows, episodes)]
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Observation:
-    """The environment's answer to a completion.
+    """The environment's response to a completion.
 
     Attributes:
-        text: The next user's turn; all of it is text, whatever marks it spells.
+        text: The next user message; special tokens in it stay plain text.
         pictures: Shown to the policy before the text: torch or NumPy arrays, or PIL images.
-        done: The episode ends here: nothing of the observation reaches the policy.
-        messages: The text as several messages, one after another; () for one.
-        otherwise: Text in its place if it exceeds sampling.max_observation_tokens or cannot be encoded; "" if that
-            is a failure of the environment.
+        done: The episode ends here, and the policy never sees the observation.
+        messages: The text as several successive messages; () for one.
+        otherwise: Fallback text if the observation exceeds sampling.max_observation_tokens or cannot be encoded. With
+            "" that counts as a failure of the environment.
     """
 
     text: str = ""
@@ -55,13 +55,13 @@ class Turn:
     """A completion of the policy, with its rewards and the observation that follows it.
 
     Attributes:
-        completion: The parsed completion, which is judged.
+        completion: The parsed completion, which the rewards judge.
         raw_completion: The policy's text.
-        valid: Whether `completion` is parsed from it; false if another text stands in.
-        truncated: Whether it was cut off at max_new_tokens.
-        rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
-        image: Picture drawn of the completion, in torch: float [3, H, W] in [0, 1]; None if nothing was.
-        observation: The environment's; None of the last turn.
+        valid: Whether `completion` is parsed from it; false if a fallback replaces it.
+        truncated: Whether it was truncated at max_new_tokens.
+        rewards: Rewards and eval rewards by name, NaN if missing; empty before scoring.
+        image: Picture rendered from the completion, a torch tensor float [3, H, W] in [0, 1]; None without a renderer.
+        observation: The environment's observation; None for the last turn.
     """
 
     completion: str
@@ -81,16 +81,16 @@ class Episode:
 
     @property
     def last(self) -> Turn:
-        """The turn that it ended with, or that is to be answered."""
+        """Return the latest turn."""
         return self.turns[-1]
 
     @property
     def completions(self) -> tuple[str, ...]:
-        """The parsed completions of all turns."""
+        """Return the parsed completions of all turns."""
         return tuple(turn.completion for turn in self.turns)
 
     def with_last(self, **changes: object) -> Episode:
-        """Return the episode with other values in its last turn."""
+        """Return the episode with fields of its last turn replaced."""
         return Episode((*self.turns[:-1], replace(self.last, **changes)))
 
     def remembered(self, *, pictures: bool) -> Episode:
@@ -107,29 +107,29 @@ class Episode:
 
 
 def as_uint8(picture: Source) -> np.ndarray:
-    """Return a picture in memory, in any form of a data set's, as uint8 [H, W, 3]."""
+    """Return a picture in memory, in any form that a data set may hold, as uint8 [H, W, 3]."""
     return np.asarray(read_rgb(source_of(picture, None)))
 
 
 class EnvError(UserError):
-    """An environment that failed, with its exception as the cause."""
+    """Failure of an environment, with its exception as the cause."""
 
     def __init__(self, reason: str):
         super().__init__(f"the environment: {reason}")
 
 
 class Env(Protocol):
-    """The environment of a rollout: a function step(rows, episodes), or a method of that form."""
+    """The environment of a rollout: a function or method step(rows, episodes)."""
 
     def __call__(
         self, rows: Sequence[Row], episodes: Sequence[Episode], /
     ) -> Sequence[Observation | str | BaseException | None]:
-        """Return for each episode an observation, its text alone, None if the episode is done, or why it failed."""
+        """Return for each episode an observation, its text, None if the episode is done, or its exception."""
         ...
 
 
 def as_observation(value: object) -> Observation:
-    """Return an observation whatever form it came in; raises ValueError, which describes it, for anything else."""
+    """Convert an environment's return value to an observation; ValueError, which describes it, for another type."""
     if value is None:
         return Observation(done=True)
     given = Observation(value) if isinstance(value, str) else value
@@ -148,7 +148,7 @@ EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int
 class ObservationTokens(NamedTuple):
     """Observations as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
 
-    The mask is false if a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
+    The mask is false for episodes that have ended. `pictures` are `Pictures` [P, G, I, ..] or None.
     """
 
     tokens: np.ndarray
@@ -157,14 +157,14 @@ class ObservationTokens(NamedTuple):
 
 
 class EnvSettings(NamedTuple):
-    """Replies of a task of several turns.
+    """Environment of a multi-turn task.
 
     Attributes:
-        turns: How often the policy writes, at most.
+        turns: Maximum number of turns.
         step: The environment.
-        stream_tokens: Most tokens of an episode.
-        lenient: Whether a completion that cannot be answered goes without rewards; otherwise it ends the run.
-        eos_ids: Tokens that end a text as the chat template does; a text that ended otherwise is ended for it.
+        stream_tokens: Maximum tokens of an episode.
+        lenient: Whether a failure of the environment makes the rewards missing; otherwise it ends the run.
+        eos_ids: EOS tokens of the chat template; one is added to a completion that ended in another way.
     """
 
     turns: int
@@ -186,11 +186,11 @@ def make_encode_observation(
     role: str = "user",
     **template_options: object,
 ) -> EncodeObservation:
-    """Make the function from an observation to the tokens between the policy's text and its next one.
+    """Make the function that encodes an observation to the tokens between two completions.
 
-    An observation, a message of `role`, may take `limit` tokens (sampling.max_observation_tokens); the function raises
-    `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
-    prompts. UserError if the template does not go on after an observation.
+    An observation is a message of `role` with at most `limit` tokens (sampling.max_observation_tokens). The function
+    raises `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as
+    for prompts. UserError if the template cannot continue after an observation.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
     encode = observation_encoder(
@@ -214,10 +214,10 @@ def make_encode_observation(
 
 
 def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | EnvError]:
-    """Ask the environment for its observation of each episode, or why it failed to give one.
+    """Step the environment; return each episode's observation or failure.
 
-    An environment fails if it raises (SystemExit too) or returns another number of observations, for all episodes;
-    with an exception or anything else that is no observation, for one. `StopRun` passes.
+    All episodes fail if the environment raises (SystemExit too) or returns the wrong number of observations. One
+    episode fails if its value is an exception or not an observation. `StopRun` propagates.
     """
     at_work("the environment")
     try:
@@ -253,11 +253,11 @@ def ask_environment(
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
 ) -> tuple[list[Observation | None], ObservationTokens]:
-    """Ask for observations to some completions of a chunk of `shape` (P, G), and encode them.
+    """Step the environment for some completions of a chunk of `shape` (P, G), and encode the observations.
 
-    `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
-    these completions, and so have the observations: None if the environment failed and `env` is lenient,
-    otherwise it raises EnvError.
+    `rows`, `episodes`, `ended` (whether the last completion ended with EOS) and `places` (p, g) have one entry for each
+    of these completions. So have the observations. If the environment fails, the observation is None with a lenient
+    `env`; otherwise EnvError is raised.
     """
     observations = collect_observations(env.step, rows, episodes)
     shown = [() if isinstance(one, EnvError) or one.done else one.pictures for one in observations]
@@ -285,7 +285,7 @@ def ask_environment(
 def _encoded(
     encode: EncodeObservation, observation: Observation, ended: bool, grids: Sequence[np.ndarray]
 ) -> tuple[Observation, list[int]]:
-    """Encode an observation, or a text about its failure in its place; return the one that is read."""
+    """Encode an observation, or its fallback text if that fails; return the encoded one."""
     try:
         return observation, encode(observation, ended, grids)
     except EnvError:
@@ -296,7 +296,7 @@ def _encoded(
 
 
 def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ObservationTokens:
-    """Pad token lists `[P][G]` to arrays, at least one place wide."""
+    """Pad token lists `[P][G]` to arrays at least one token wide."""
     width = max(1, *(len(tokens) for group in encoded for tokens in group))
     lengths = np.array([[len(tokens) for tokens in group] for group in encoded])
     mask = np.arange(width) < lengths[..., None]
@@ -311,7 +311,7 @@ def prepared(
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
 ) -> Pictures | None:
-    """Prepare the pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None without any."""
+    """Prepare the pictures of some observations, as `Pictures` [P, G, I, ..]; None without any."""
     owners = [place for place, pictures in zip(places, shown, strict=True) for _ in pictures]
     sources = [*itertools.chain.from_iterable(shown)]
     if not sources:
@@ -328,7 +328,7 @@ def prepared(
 
 
 def _stacked(sources: list[Source]) -> Source:
-    """Stack pictures drawn in torch, of one size, to one tensor on their device; leave others as they are."""
+    """Stack torch pictures of one size to one tensor on their device; return others unchanged."""
     drawn = all(hasattr(one, "detach") and one.is_floating_point() and one.ndim == 3 for one in sources)
     if not drawn or len({(one.shape, one.dtype, one.device) for one in sources}) > 1:
         return sources

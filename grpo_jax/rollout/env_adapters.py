@@ -1,9 +1,8 @@
-"""The two adapters that make an environment: classes with `reset` and `step`, and Python functions as tools.
+"""Two adapters to an `Env`: for classes with `reset` and `step`, and for Python functions as tools.
 
-Tools are offered to the policy as JSON schemas, called as it writes, and answered as text.
-`data.tools` names them by import path. A class among them is TRL's environment factory: each episode has
-one object, whose public methods are tools. `reset(**row)` begins it and may add to its prompt, `get_reward()` may judge
-it.
+The policy sees tools as JSON schemas, calls them in its completions, and reads their results as text. `data.tools`
+names them by import path. A class among them is TRL's environment factory: each episode has one object, whose public
+methods are tools. `reset(**row)` begins the episode and may add to its prompt; `get_reward()` may judge it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.rewards import Columns, accepted_arguments, as_number, finished
 
-_STEPS, _WAITING = 65_536, 4_096  # most remembered results of steps, and environments after their last step
+_STEPS, _WAITING = 65_536, 4_096  # largest numbers of cached step results, and of cached environments
 
 
 class Step(NamedTuple):
@@ -40,35 +39,35 @@ class Step(NamedTuple):
 
 
 class SingleEnv(Protocol):
-    """One episode, made without arguments. It is a function of its seed and of the texts that it was given.
+    """One episode, made without arguments. Its seed and the completions must determine it.
 
     Both methods may be `async def`.
     """
 
     def reset(self, seed: int) -> str | list[dict[str, Any]] | Awaitable[str | list[dict[str, Any]]]:
-        """Begin the episode of a seed, and return its prompt: a text, or chat messages."""
+        """Begin the episode of a seed, and return its prompt: a string, or chat messages."""
         ...
 
     def step(self, text: str) -> tuple[str | Observation | None, float | None, bool] | Awaitable[tuple]:
-        """Take a completion: return the observation, its reward (None for none), and whether this is the end."""
+        """Take a completion; return the observation, the reward (None for none), and whether the episode is done."""
         ...
 
 
 Single = TypeVar("Single", bound=SingleEnv)
 Key = tuple[str, int, tuple[str, ...]]
-"""Kind of environment, seed, and texts so far: an episode."""
+"""Key of an episode: kind of environment, seed, and completions so far."""
 
 
 class EnvRunner(Generic[Single]):
-    """Steps environments along the episodes of a rollout; `step` is an `Env`.
+    """Steps one environment per episode of a rollout; `step` is an `Env`.
 
-    Nothing else remembers where an episode stands: its environment is at hand, or is made again and led through the
-    episode's texts, as after a resume. One that raises fails its own episode alone: the exception stands in place of
-    its observation and of its reward.
+    Environments are only a cache. A missing one is made again and replays the episode's completions, for example
+    after a resume. An environment that raises fails only its own episode: the exception replaces its observation and
+    its reward.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Single]], seed: str = "seed"):
-        """Take environments by kind, which rows have as a column "environment", and the name of their seeds' column."""
+        """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds."""
         self._makers = makers
         self._seed = seed
         self._steps: OrderedDict[Key, Step | BaseException] = OrderedDict()
@@ -80,7 +79,7 @@ class EnvRunner(Generic[Single]):
             return finished(awaited(self._makers[kind]().reset(seed)))
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
-        """Answer the last completion of each episode; None if it is done."""
+        """Return the observation after each episode's last completion; None if it is done."""
         keys = [
             (row.columns["environment"], row.columns[self._seed], episode.completions)
             for row, episode in zip(rows, episodes, strict=True)
@@ -91,12 +90,12 @@ class EnvRunner(Generic[Single]):
     def reward(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> list[float | BaseException | None]:
-        """Return the environment's reward of each completion, without those of earlier turns."""
+        """Return the environment's reward of each last completion, without earlier turns."""
         steps = finished(self._taken(self._keys(completions, **columns)))
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
     def environments(self, completions: Sequence[str], **columns: Any) -> list[Single]:
-        """Return the environment of each completion as it is after it; equal episodes share one."""
+        """Return each episode's environment after its last completion; equal episodes share one."""
         keys = self._keys(completions, **columns)
         finished(self._taken(keys))
         return [self._waiting.get(key) or finished(self._led(key)) for key in keys]
@@ -118,7 +117,7 @@ class EnvRunner(Generic[Single]):
     async def _step(self, key: Key) -> Step | BaseException:
         kind, seed, texts = key
         before = (kind, seed, texts[:-1])
-        environment = self._waiting.pop(before, None)  # of a group's equal texts one gets it
+        environment = self._waiting.pop(before, None)  # one of a group's equal episodes gets it
         try:
             if environment is None:
                 environment = await self._led(before)
@@ -155,19 +154,19 @@ def _checked(returned: object) -> Step:
     return Step(observation, number, bool(done))
 
 
-_RESERVED = ("reset", "get_reward")  # methods that are no tools
+_RESERVED = ("reset", "get_reward")  # methods that are not tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Only an object with arguments is a call; one that was cut off before them may be one.
+# Only an object with arguments is a call; an object truncated before them may be one.
 _ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
 _BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*{_ARGUMENTS})', re.DOTALL)
 _FORM = '{"name": …, "arguments": {…}}'
 _TOO_LONG = "error: the result is too long to be read"
-_ID = "row_id"  # column by which a row's episodes are known
+_ID = "row_id"  # column that identifies a row's episodes
 _OBJECTS = ("environment", "environments")  # columns: the class's name, and for rewards the object of each episode
 
 
 class Call(NamedTuple):
-    """A call in a completion: the tool's name and arguments, or the mistake in it."""
+    """A tool call in a completion: name and arguments, or its problem."""
 
     name: str = ""
     arguments: Mapping[str, Any] = {}
@@ -175,10 +174,10 @@ class Call(NamedTuple):
 
 
 def calls_in(text: str) -> list[Call]:
-    """Return the calls of a text, behind its thoughts; without any it is an answer.
+    """Return the tool calls of a completion, after its reasoning; without any it is a final answer.
 
-    They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's: the text is nothing but
-    {"name": …, "parameters": {…}}, one object after another. A malformed call has a `problem`.
+    They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's, a completion that consists
+    of objects {"name": …, "parameters": {…}}. A malformed call has a `problem`.
     """
     text = text.rpartition("</think>")[2]
     written = _TAGGED.findall(text)
@@ -187,7 +186,7 @@ def calls_in(text: str) -> list[Call]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """Cut objects of JSON that follow one another apart; the last may be none."""
+    """Split concatenated JSON objects; the last one may be malformed."""
     decoder = json.JSONDecoder()
     while text.startswith("{"):
         try:
@@ -204,7 +203,7 @@ def _read(written: str) -> Call:
         if not (isinstance(call, Mapping) and isinstance(call.get("name"), str)):
             return Call(problem=f"expected {_FORM}")
         arguments = call.get("arguments", call.get("parameters")) or {}
-        if isinstance(arguments, str):  # some models write an object as text
+        if isinstance(arguments, str):  # some models write the object as a string
             arguments = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         return Call(problem=f"a call must be JSON, {_FORM}: {one_line(error, 80)}")
@@ -218,13 +217,13 @@ class Toolbox:
 
     Attributes:
         schemas: JSON schemas for the chat template.
-        make: Makes the object of an episode, whose methods are tools too; None if all are functions.
+        make: Makes an episode's object, whose methods are also tools; None if all tools are functions.
         made: The name of that object's class.
-        judges: Whether that object has a reward.
+        judges: Whether that object has `get_reward`.
     """
 
     def __init__(self, paths: Sequence[str], tools: Sequence[Any]):
-        """Take functions and at most one class, with their names in the config."""
+        """Take functions and at most one class, with their import paths from the config."""
         self.schemas: list[Mapping[str, Any]] = []
         self.make: Callable[[], Any] | None = None
         self.made = ""
@@ -265,7 +264,7 @@ class Toolbox:
 
         try:
             schema = _schema(shown)
-        except Exception as error:  # it has several
+        except Exception as error:  # several types are possible
             raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
         name = schema["function"]["name"]
         if name in self._functions | self._methods:
@@ -273,11 +272,11 @@ class Toolbox:
         self.schemas.append(schema)
         try:
             among[name] = validate_call(called)
-        except PydanticUserError:  # annotations of its own
+        except PydanticUserError:  # pydantic does not know these annotations
             among[name] = called
 
     async def call(self, text: str, environment: object = None) -> Observation | None:
-        """Run the tool calls of a text, with its episode's object; None without a call."""
+        """Run the tool calls of a completion, with its episode's object; None without a call."""
         results = [await self._result(call, environment) for call in calls_in(text)]
         return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
 
@@ -295,10 +294,10 @@ class Toolbox:
             if not is_own_doing(error):
                 raise
             text = f"error: {_reason(error)}"
-        return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold what no text may
+        return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
-        """Run the tool calls of each episode's last completion, if all tools are functions: an `Env`."""
+        """Run the tool calls of each episode's last completion; an `Env` if all tools are functions."""
 
         async def observations() -> list[Observation | None]:
             return await asyncio.gather(*(self.call(episode.last.completion) for episode in episodes))
@@ -315,7 +314,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _schema(tool: Any) -> Mapping[str, Any]:
-    """Return the JSON schema of a function, without arguments set by a partial and positional-only ones."""
+    """Return a function's JSON schema, without positional-only arguments and those set by a partial."""
     from transformers.utils import get_json_schema
 
     function = tool.func if isinstance(tool, functools.partial) else tool
@@ -363,7 +362,7 @@ def template_options(section: DataSection) -> dict[str, Any]:
 
 
 class ToolEpisode:
-    """An episode with an object of tools, as an environment with `reset` and `step`."""
+    """An episode with a tool object, as an environment with `reset` and `step`."""
 
     def __init__(self, tools: Toolbox, rows: Mapping[int, Columns]):
         self._tools, self._rows = tools, rows
@@ -372,7 +371,7 @@ class ToolEpisode:
     def reset(self, seed: int) -> str:
         """Begin the episode of a row; return the text added to its prompt.
 
-        Python's random numbers follow from the seed: the object of an episode may have to be made again.
+        The seed also seeds Python's `random`, so that the object can be made again.
         """
         assert self._tools.make is not None
         self.object = self._tools.make()
@@ -385,14 +384,14 @@ class ToolEpisode:
         return "" if shown is None else str(shown)
 
     async def step(self, text: str) -> tuple[Observation | None, float | None, bool]:
-        """Run the tool calls of a text; without a call the episode ends."""
+        """Run the tool calls of a completion; without a call the episode ends."""
         observation = await self._tools.call(text, self.object)
         reward = await awaited(self.object.get_reward()) if self._tools.judges else None
         return observation, reward, observation is None
 
 
 class ToolEpisodes:
-    """The episodes of a class of tools: prompts, observations, rewards."""
+    """Episodes of a tool class: prompts, observations, rewards."""
 
     def __init__(self, tools: Toolbox):
         self._rows: dict[int, Columns] = {}
@@ -400,7 +399,7 @@ class ToolEpisodes:
         self.runner = EnvRunner({self.name: lambda: ToolEpisode(tools, self._rows)}, seed=_ID)
 
     def begun(self, row: Row, prompt: object) -> Row:
-        """Return a row whose prompt ends with its object's first text."""
+        """Return a row whose prompt ends with the text of its object's `reset`."""
         if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
             raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
         self._rows[row.id] = {**row.columns, "prompt": prompt}
@@ -411,7 +410,7 @@ class ToolEpisodes:
         return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | begun)
 
     def row(self, number: int) -> dict[str, object]:
-        """Return a row whose prompt is its object's first text; UserError if it fails."""
+        """Return a row whose prompt is the text of its object's `reset`; UserError if that fails."""
         prompt = self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
         return {"prompt": prompt, "environment": self.name, _ID: number}
 

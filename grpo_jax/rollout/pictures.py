@@ -1,4 +1,4 @@
-"""Pictures of a data set: find them, open them with Pillow when they are needed, and store them."""
+"""Pictures of a data set: find them, open them lazily with Pillow, and store them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MARGIN = 0.25
 """Tolerance of floats outside [0, 1], where filters overshoot; they are clipped."""
 
-_STORED_PIXELS = 128  # along the longer side of a picture that is kept beside a run's completions
+_STORED_PIXELS = 128  # longer side of a picture that is stored with a run's completions
 
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+/=\s]{40,}")
 
@@ -47,12 +47,12 @@ def source_of(value: object, base: Path | None) -> Source:
     """Read a data set's value of a picture; raises ValueError.
 
     Args:
-        value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as Hugging Face datasets have it;
+        value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as in Hugging Face datasets;
             {"url": …} or {"base64": …} as in chat messages; a picture in memory.
         base: The folder that paths are relative to; None for the working directory.
     """
     if isinstance(value, Mapping):
-        # The bytes before the path, which may name a file of another machine.
+        # Prefer bytes to the path, which may belong to another machine.
         held = (value.get(name) for name in ("bytes", "base64", "image", "url", "path"))
         inner = next((entry for entry in held if entry is not None), None)
         if inner is not None:
@@ -65,7 +65,7 @@ def source_of(value: object, base: Path | None) -> Source:
         return _from_text(value, base)
     if isinstance(value, os.PathLike):
         return _file(str(value), base)
-    if hasattr(value, "convert") and hasattr(value, "size"):  # Pillow's
+    if hasattr(value, "convert") and hasattr(value, "size"):  # a PIL image
         return value
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         _check_array(value)
@@ -93,11 +93,11 @@ def _file(name: str, base: Path | None) -> File:
         raise ValueError(
             f"there is no picture {short_name(name if hint else path) if name else 'without a name'}{hint}"
         )
-    return File(path.absolute(), name)  # a reward may change the current folder
+    return File(path.absolute(), name)  # a reward may change the working directory
 
 
 def _check_array(value: Source) -> None:
-    """Refuse other shapes than [H, W], [H, W, 1 | 3 | 4] of NumPy and JAX, [3, H, W] of torch."""
+    """Refuse shapes other than [H, W] and [H, W, 1 | 3 | 4] for NumPy and JAX, and [3, H, W] for torch."""
     shape, torch = tuple(value.shape), hasattr(value, "detach")
     channels = shape[0 if torch else -1] if len(shape) == 3 else 1
     if len(shape) not in (2, 3) or channels not in (1, 3, 4) or 0 in shape:
@@ -106,7 +106,7 @@ def _check_array(value: Source) -> None:
 
 
 def open_picture(source: Source) -> Image:
-    """Open a picture with Pillow, upright; raises ValueError if it is broken, moving, too large or none."""
+    """Open a picture with Pillow, upright; ValueError if it is broken, animated, too large or not a picture."""
     from PIL import ImageOps
 
     if hasattr(source, "shape"):
@@ -121,19 +121,19 @@ def open_picture(source: Source) -> Image:
 
 
 def size_of(source: Source) -> tuple[int, int]:
-    """Return height and width of a picture, of a file from its beginning; raises as `open_picture`."""
+    """Return height and width of a picture, from a file's header; raises as `open_picture`."""
     if hasattr(source, "shape") or hasattr(source, "convert"):
         picture = open_picture(source)
         return picture.height, picture.width
     with _opened(source) as picture:
         sideways = _orientation(picture) >= 5
-        _in_eight_bits(picture, picture.format)  # refused when a run starts, not when it is drawn from
+        _in_eight_bits(picture, picture.format)  # refuse it when a run starts, not when a batch needs it
         return (picture.width, picture.height) if sideways else (picture.height, picture.width)
 
 
 @contextmanager
 def _opened(source: File | bytes) -> Iterator[Image]:
-    """Open an encoded picture with Pillow, which reads its pixels when they are asked for."""
+    """Open an encoded picture with Pillow, which reads its pixels lazily."""
     from PIL import Image
 
     with _pillow_errors(), source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream:
@@ -144,7 +144,7 @@ def _opened(source: File | bytes) -> Iterator[Image]:
 
 @contextmanager
 def _pillow_errors() -> Iterator[None]:
-    """Turn the errors and warnings of Pillow into a ValueError."""
+    """Convert Pillow's errors and warnings to a ValueError."""
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
@@ -154,29 +154,29 @@ def _pillow_errors() -> Iterator[None]:
             yield
         except _RefusedError:
             raise
-        except Exception as error:  # of the format's own reader, of any kind
+        except Exception as error:  # a format's reader may raise any type
             unknown = isinstance(error, UnidentifiedImageError)
             reason = f"no picture that can be read ({', '.join(FORMATS)})"
             raise ValueError(f"it is {reason if unknown else f'broken ({one_line(error, 60)})'}") from error
 
 
 class _RefusedError(ValueError):
-    """A picture that can be read, and is not one for a prompt."""
+    """A readable picture that a prompt cannot use."""
 
 
 def _check_still(picture: Image) -> None:
     kind = getattr(picture, "format", None)
-    if getattr(picture, "is_animated", False) and kind != "MPO":  # a camera's: the first is the picture
+    if getattr(picture, "is_animated", False) and kind != "MPO":  # the first frame of a camera's MPO is the picture
         what = "pages" if kind == "TIFF" else "frames"
         count = getattr(picture, "n_frames", "several")
         raise _RefusedError(f"it has {count} {what}, and a prompt takes still pictures: keep one of them")
 
 
 def _orientation(picture: Image) -> int:
-    """Return the EXIF orientation, 1 upright."""
+    """Return the EXIF orientation; 1 is upright."""
     from PIL import ExifTags
 
-    if picture.format == "PNG" and "exif" not in picture.info:  # asking would read all of it
+    if picture.format == "PNG" and "exif" not in picture.info:  # getexif would read the whole file
         return 1
     noted = picture.getexif().get(ExifTags.Base.Orientation, 1)
     return noted if noted in range(1, 9) else 1
@@ -197,35 +197,35 @@ _VALUES = "uint8, uint16 (to 65535) or floats in [0, 1]"
 
 
 def eight_bits(values: np.ndarray) -> np.ndarray:
-    """Return a picture's values as uint8, scaled from the range of their type: all of uint16, [0, 1] of floats."""
+    """Convert a picture's values to uint8, scaled from the range of their dtype: all of uint16, [0, 1] for floats."""
     if values.dtype == np.uint8:
         return values
     if values.dtype.kind == "u" and values.dtype.itemsize == 2:
         return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
     kind, values = str(values.dtype), values.astype(np.float32)
     lowest, highest = float(values.min()), float(values.max())
-    if "float" not in kind or not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # NaN is neither
+    if "float" not in kind or not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # NaN fails both
         raise _RefusedError(f"its values are {kind} from {lowest:.4g} to {highest:.4g}: expected {_VALUES}")
     return np.round(np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 
 def _in_eight_bits(picture: Image, kind: str | None = None) -> Image:
-    """Return a picture with 8 bits for each channel; `kind` is its file's format.
+    """Return a picture with 8 bits per channel; `kind` is its file's format.
 
-    Pillow itself cuts 16-bit, 32-bit and float values off at 255, which makes them white or black.
+    Pillow itself clips 16-bit, 32-bit and float values at 255, which makes them white or black.
     """
     from PIL import Image
 
     if not picture.mode.startswith(("I", "F")):
         return picture
     values = np.asarray(picture)
-    if kind in ("PNG", "PPM") and values.dtype == np.int32:  # how Pillow holds some of their 16 bits
+    if kind in ("PNG", "PPM") and values.dtype == np.int32:  # Pillow stores some 16-bit files so
         values = values.astype(np.uint16)
     return Image.fromarray(eight_bits(values))
 
 
 def read_rgb(source: Source) -> Image:
-    """Return a picture in RGB on white, as the processor has it; raises as `open_picture`."""
+    """Return a picture in RGB on white, as the image processor expects; raises as `open_picture`."""
     from PIL import Image
 
     picture = open_picture(source)
@@ -238,7 +238,7 @@ def read_rgb(source: Source) -> Image:
 
 
 def digest(source: Source) -> str:
-    """Return a key of a picture, the same on any machine: a file's name, else a hash of its content."""
+    """Return a machine-independent key of a picture: the file's name, else a hash of its content."""
     if isinstance(source, File):
         return source.name
     if not isinstance(source, bytes):
@@ -248,7 +248,7 @@ def digest(source: Source) -> str:
 
 
 def as_text(source: Source) -> str:
-    """Return a picture as text that `source_of` reads: the file's path, else base64 of its bytes."""
+    """Return a picture as a string for `source_of`: the file's path, else base64 of its bytes."""
     if isinstance(source, File):
         return str(source.path.absolute())
     data = source if isinstance(source, bytes) else png(read_rgb(source))
@@ -256,7 +256,7 @@ def as_text(source: Source) -> str:
 
 
 def png(picture: Image | np.ndarray) -> bytes:
-    """Return the PNG bytes of a picture, of Pillow or uint8 [H, W, 3]."""
+    """Return the PNG bytes of a picture, a PIL image or uint8 [H, W, 3]."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -275,7 +275,7 @@ def thumbnail(source: Source, size: int) -> np.ndarray:
 def pictures_column(pictures: Sequence[Sequence[Source]]) -> dict[str, pyarrow.Array]:
     """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} if there are none.
 
-    As in Hugging Face's data sets, {bytes, path}: a file by its path, any other picture as a small PNG.
+    Values are {bytes, path} as in Hugging Face datasets: a file's path, or a small PNG of any other picture.
     """
     import pyarrow
 

@@ -1,7 +1,7 @@
-"""Work on two chunks of a batch at the same time: one is judged while the next is sampled.
+"""Process two chunks of a batch at the same time: judge one while sampling the next.
 
-Each chunk goes through its stages in plain code, in a thread; a stage takes one chunk at a time, in order, so the
-results are those of a plain loop. The calling thread only waits: signals reach it, and it looks at the time limit.
+Each chunk runs its stages in a thread. A stage takes one chunk at a time, in order, so the results are those of a plain
+loop. The calling thread only waits: it receives signals and checks the time limit.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
-_POLL_SECONDS = 0.5  # between two looks at the stop request and the time limit
+_POLL_SECONDS = 0.5  # poll interval for the stop request and the time limit
 _GRACE_SECONDS = 10.0  # for running calls after a failure
 _STOP_SECONDS = 2.0  # for running calls after a stop request
-_HELD_SECONDS = 10.0  # beyond the time limit, after which a call that holds the interpreter lock ends the process
+_HELD_SECONDS = 10.0  # beyond the time limit, until the process ends if a call holds the interpreter lock (GIL)
 _STDERR = 2
 
 
 @dataclass
 class _Call:
-    """A stage that works on a chunk; `who` names the judge or reward in it."""
+    """A stage running on a chunk; `who` names its judge or reward."""
 
     stage: str
     chunk: int
@@ -42,27 +42,27 @@ class _Call:
         return f"{self.who}: {reason}" if self.who else reason
 
 
-_here = threading.local()  # .call: the stage that runs in this thread
+_here = threading.local()  # .call: the running stage of this thread
 
 
 def at_work(who: str) -> None:
-    """Name the judge or reward in the calling stage, for its failures; outside a stage do nothing."""
+    """Name the judge or reward of the calling stage for error messages; do nothing outside a stage."""
     call = getattr(_here, "call", None)
     if call is not None:
         call.who = who
 
 
 class Work:
-    """One batch's way through sampler and judges.
+    """Pipeline of one batch through sampler and judges.
 
-    Of several processes all sample, one chunk after the other, and process 0 judges; `share` tells the others its
+    With several processes, all sample, one chunk after the other, and process 0 judges. `share` broadcasts its
     results, or the error that ended the batch.
 
     Args:
-        chunk_prompts: Prompts of a chunk; 0 for one chunk.
-        timeout: Seconds that rendering, scoring or answering a chunk may take; sampling, which compiles, has no limit.
-        stopping: Asked twice a second.
-        locks: By stage; shared by batches that are on their way at once.
+        chunk_prompts: Prompts per chunk; 0 for one chunk.
+        timeout: Time limit in seconds to render, score or step a chunk. Sampling, which compiles, has no limit.
+        stopping: Returns whether to stop; polled twice a second.
+        locks: One per stage, shared by concurrent batches.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Work:
         self.seconds: dict[str, float] = {}
         self._locks = defaultdict(threading.Lock) if locks is None else locks
         self._changed = threading.Condition()
-        self._done: list[float] = []  # stages that each chunk is done with
+        self._done: list[float] = []  # number of finished stages per chunk
         self._calls: list[_Call] = []
         self._failure: BaseException | None = None
         self._ended = False
@@ -84,7 +84,7 @@ class Work:
 
     @contextmanager
     def stage(self, name: str, chunk: int) -> Iterator[None]:
-        """Do a stage's work on a chunk, after the chunk before it.
+        """Run a stage on a chunk, after the previous chunk.
 
         A stage must wait for its results (`jax.block_until_ready`), and set the per-thread state of torch and JAX.
         """
@@ -100,15 +100,15 @@ class Work:
             self._calls.append(call)
             try:
                 if name == "sample" and process_count() > 1:
-                    with self._sharing:  # whoever ends the batch waits until all have sampled
+                    with self._sharing:  # a failing process ends the batch only after all have sampled
                         self.share(None)
                         yield
                 else:
                     yield
-            except StageError:  # of process 0, which ends the batch in all
+            except StageError:  # process 0 failed, which ends the batch everywhere
                 raise
             except Exception as error:
-                own = isinstance(error, UserError)  # a user's mistake names its cause itself
+                own = isinstance(error, UserError)  # its message already names the cause
                 reason = str(error) if own else call.named(f"{type(error).__name__}: {one_line(error, 200)}")
                 raise StageError(name, chunk, reason) from error
             finally:
@@ -122,7 +122,7 @@ class Work:
         return self._ended or self._failure is not None
 
     def share(self, tree: Tree) -> Tree:
-        """Return process 0's tree in all processes, or raise process 0's error in the others."""
+        """Broadcast process 0's tree to all processes, or raise its error in the others."""
         if process_count() == 1:
             return tree
         with self._sharing:
@@ -134,14 +134,14 @@ class Work:
         return message
 
     def run(self, count: int, chunk: Callable[[int], Result]) -> list[Result]:
-        """Return chunk(0), …, chunk(count - 1), two of them at work at a time.
+        """Return chunk(0), …, chunk(count - 1), running two at a time.
 
-        After a failure running calls are waited for, at most ten seconds: a thread cannot be interrupted.
+        After a failure, running calls get at most ten seconds to finish: a thread cannot be interrupted.
 
         Raises:
             StageError: A stage raised; it has the stage, the chunk and, as its cause, the exception.
             StageTimeout: A stage took longer than `timeout`. Its thread is abandoned: end the process soon.
-            Stopped: A stop was asked for. A call that takes longer than two seconds more is abandoned too.
+            Stopped: A stop was requested. A call that needs more than two further seconds is abandoned too.
         """
         results: list[Any] = [None] * count
         self._done = [0.0] * count
@@ -151,7 +151,7 @@ class Work:
             for number in numbers:
                 try:
                     results[number] = chunk(number)
-                except BaseException as error:  # the other would wait for ever
+                except BaseException as error:  # else the other thread would wait for ever
                     self._failure = self._failure or error
                 with self._changed:
                     self._done[number] = float("inf")
@@ -190,10 +190,10 @@ class Work:
         return results
 
     def _wait(self, left: set[int]) -> _Call | None:
-        """Wait for results or a failure; return the call that took too long. Raises Stopped if that was asked for.
+        """Wait for results or a failure; return a call that timed out. Raises Stopped on a stop request.
 
-        This thread cannot look at the clock while a call holds the interpreter lock. faulthandler's thread then ends
-        the process, and writes to standard error where each thread stands.
+        This thread cannot check the clock while a call holds the interpreter lock. faulthandler's thread then ends the
+        process and writes all tracebacks to standard error.
         """
         limit = self.timeout
         while True:
@@ -210,14 +210,14 @@ class Work:
                     self._failure = StageTimeout(call.stage, call.chunk, call.named(f"no result after {limit:g} s"))
                     self._tell(self._failure, left)
                     return call
-        if isinstance(self._failure, StageError) and self._failure.stage != "sample":  # all processes sample
+        if isinstance(self._failure, StageError) and self._failure.stage != "sample":  # all processes sample themselves
             self._tell(self._failure, left)
         return None
 
     def _tell(self, error: BaseException, left: set[int]) -> None:
         """End the batch in the other processes too."""
         if process_count() > 1 and is_main_process():
-            with self._sharing:  # what is being sampled is sampled to its end, by all
+            with self._sharing:  # all processes finish the current sampling first
                 if left or self._failure is not None:
                     self._ended = True
                     broadcast({"stopped": isinstance(error, Stopped), "error": str(error)})

@@ -1,4 +1,4 @@
-"""Read prompts from files, from the package or from memory: parse them, report all mistakes together, and split."""
+"""Read prompts from files, the package or memory: parse them, report all mistakes together, and split them."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ def load_prompts(
 ) -> PromptSet:
     """Read a data set.
 
-    A ``.jsonl`` file has one object per line: ``prompt`` (text, or chat messages), optionally ``image`` or ``images``
-    (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further columns,
-    which travel to the rewards. A ``.parquet`` file has the same as columns, and so have the folder that a Hugging
-    Face data set was saved to and ``hub:OWNER/NAME``, a data set of the hub. A ``.csv`` or ``.tsv`` file names them
-    in its first line, and all that it holds is text. A ``.txt`` file has one prompt per line. ``builtin``,
-    ``builtin:plain``, ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come with the package.
-    Blank lines are skipped. A prompt that occurs twice is drawn twice as often; it may not stand in two parts.
+    A ``.jsonl`` file has one object per line: ``prompt`` (a string, or chat messages), optionally ``image`` or
+    ``images`` (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further
+    columns, which the rewards receive. A ``.parquet`` file, a saved Hugging Face data set and ``hub:OWNER/NAME``, a
+    data set of the hub, have the same columns. A ``.csv`` or ``.tsv`` file names its columns in the first line, and
+    all its values are strings. A ``.txt`` file has one prompt per line. ``builtin``, ``builtin:plain``,
+    ``builtin:attributes`` and ``builtin:crowded`` are the package's own prompts. Blank lines are skipped. A prompt
+    that occurs twice is drawn twice as often, but may not occur in two splits.
 
     Args:
-        held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
-            kept for testing, and as many again for validation (`split_places`).
-        columns: {name: the data's name for it}.
-        validation: A data set of its own for validation; with it, or with
-        test: one for testing, all of `data` is trained on.
+        held_out: Without a ``split`` column: number (int) or share (float) of the different prompts to hold out for
+            testing, and as many again for validation (`split_places`).
+        columns: {name: the name in the data}.
+        validation: A separate data set for validation. With it, or with
+        test: one for testing, all of `data` is for training.
 
     Raises:
-        UserError: The file is missing, unreadable or empty, or has bad lines: the first are named, all are counted.
+        UserError: The file is missing, unreadable or empty, or has bad lines: it names the first and counts all.
     """
     if validation or test:
         others = {part: place for part, place in (("validation", validation), ("test", test)) if place}
@@ -91,17 +91,17 @@ def make_prompt_set(
     validation: Iterable[Mapping[str, object]] = (),
     test: Iterable[Mapping[str, object]] = (),
 ) -> PromptSet:
-    """Make a data set from rows in memory, ``{"prompt": text, column: value, …}``; ids count through.
+    """Make a data set from rows in memory, ``{"prompt": text, column: value, …}``; ids continue across the splits.
 
     Raises:
-        UserError: If a row is bad or nothing is there to train on.
+        UserError: If a row is bad or there are no rows for training.
     """
     others = {part: rows for part, rows in (("validation", [*validation]), ("test", [*test])) if rows}
     return _separate({"train": train, **others}, {}, apart=False)
 
 
 def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bool) -> PromptSet:
-    """Read each part from data of its own; ids count through. No prompt may stand in two parts that are `apart`."""
+    """Read each split from its own data, with continuing ids; with `apart`, no prompt may be in two splits."""
     parts: dict[str, Rows] = {}
     digests = np.empty(0, FACTS["digest"])
     first = 0
@@ -121,9 +121,9 @@ def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bo
 
 
 def _builtin(name: str) -> Records:
-    """Return the prompts that come with the package: "builtin" all of them, "builtin:TIER" one tier.
+    """Return the package's own prompts: all of them for "builtin", one tier for "builtin:TIER".
 
-    The tier is a column; a prompt has the same id in both.
+    The tier is a column; a prompt has the same id in both forms.
     """
     tier = name.partition(":")[2]
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ def rename_columns(record: Fields, columns: Mapping[str, str]) -> Fields:
 
 
 def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | None]:
-    """Return a record's row and split, or raise ValueError; paths of its pictures are relative to `base`."""
+    """Return a record's row and split, or raise ValueError; picture paths are relative to `base`."""
     split = record.pop("split", None)
     if split is not None and not (isinstance(split, str) and split in SPLITS):
         raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {short_repr(split)}')
@@ -158,7 +158,7 @@ def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | N
 
 
 def take_pictures(record: Fields, base: Path | None) -> list[Source]:
-    """Take `image` and `images` out of a record, as sources; raises ValueError."""
+    """Pop `image` and `images` from a record, as sources; raises ValueError."""
     sources: list[Source] = []
     for name in ("image", "images"):
         value = record.pop(name, None)
@@ -171,7 +171,7 @@ def take_pictures(record: Fields, base: Path | None) -> list[Source]:
 
 
 def _at(where: str, read: Callable[..., T], *arguments: object) -> T:
-    """Return read(*arguments); a ValueError says where it was raised."""
+    """Return read(*arguments); prefix a ValueError with `where`."""
     try:
         return read(*arguments)
     except ValueError as error:
@@ -179,10 +179,9 @@ def _at(where: str, read: Callable[..., T], *arguments: object) -> T:
 
 
 def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) -> Row:
-    """Make a row of its `prompt`, text or messages {"role": …, "content": text or parts}; raises ValueError.
+    """Make a row from its `prompt`, a string or messages {"role": …, "content": text or parts}; raises ValueError.
 
-    The `pictures` of its columns take the places of parts {"type": "image"} without a source, or stand before the
-    user's first text.
+    The `pictures` from its columns fill the parts {"type": "image"} without a source, or precede the first user text.
     """
     if isinstance(value, str) and value.strip():
         require_text(value)
@@ -193,7 +192,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     if not isinstance(value, list | tuple):
         wrong = f"must be text or a list of messages, got {type(value).__name__}"
         raise ValueError(f'"prompt" {"is empty" if isinstance(value, str) else wrong}')
-    sources: list[Source | None] = []  # None where a column has it
+    sources: list[Source | None] = []  # None if a column has the source
     messages = [
         _at(f'"prompt", message {number}', _read_message, message, sources, base)
         for number, message in enumerate(value, 1)
@@ -216,7 +215,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
 
 
 def _read_message(message: object, sources: list[Source | None], base: Path | None) -> Message:
-    """Read a message, and put the sources of its pictures behind `sources`."""
+    """Read a message, and append the sources of its pictures to `sources`."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str | list | tuple) or message.get("role") not in ROLES:
         expected = f'{{"role": {" | ".join(ROLES)}, "content": text or a list of parts}}'
@@ -238,7 +237,7 @@ def _read_message(message: object, sources: list[Source | None], base: Path | No
 
 
 def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0) -> Rows:
-    """Parse every record once, and raise UserError for bad ones or none; a row is made again when it is drawn.
+    """Parse every record once, and raise UserError for bad records or none; each access parses its row again.
 
     `subject` names the data in errors; `first` is added to the rows' ids.
     """
@@ -287,7 +286,7 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
 
 
 def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
-    """Raise UserError if no record has a prompt, or a column that the config names."""
+    """Raise UserError if no record has a prompt, or if a column of the config is missing."""
     has = f"{short_name(subject)} has {short_repr(', '.join(names), 120)}"
     for new, old in columns.items():
         if old not in names:
@@ -298,7 +297,7 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
 
 
 def _check_splits(facts: np.ndarray, first: int, unit: str, problems: Problems) -> None:
-    """Report rows without a split among rows that have one, and prompts that stand in two parts."""
+    """Report rows without a split beside rows with one, and prompts in two splits."""
     splits, numbers = facts["split"], facts["id"] - first
     named = np.flatnonzero(splits != NO_SPLIT)
     if not named.size:
@@ -316,7 +315,7 @@ def _check_splits(facts: np.ndarray, first: int, unit: str, problems: Problems) 
 
 
 def _split(rows: Rows, subject: str, held_out: int | float) -> PromptSet:
-    """Return the parts that the rows name, or hold some out."""
+    """Return the splits that the rows name, or hold some rows out."""
     splits = rows.facts["split"]
     if splits[0] == NO_SPLIT:
         places = split_places(rows.facts["digest"], held_out=held_out)

@@ -1,7 +1,7 @@
-"""Open a data set as numbered records, mapped into memory by Hugging Face `datasets`.
+"""Open a data set as numbered records, memory-mapped by Hugging Face `datasets`.
 
-A line of JSON stays text there and is parsed when it is read. In a table `datasets` would make 1 beside 2.5 a float
-and a date of a text that looks like one, and no error would name a line.
+A line of JSON stays text there and is parsed on access. Otherwise `datasets` would infer column types: an int beside
+floats becomes a float, a string may become a date, and no error names its line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_jax.errors import UserError, one_line, short_name
 
 _HUB = "hub:"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_BATCH_ROWS = 4096  # records that are read at once where all are looked at
+_BATCH_ROWS = 4096  # records per read in a full pass
 _BATCH_BYTES = 2**26
 
 Fields = dict[Any, Any]
@@ -31,14 +31,14 @@ Record = Fields | str | None
 
 
 class Records(NamedTuple):
-    """Records of a data set, read from the source each time.
+    """Records of a data set, read from the source on each access.
 
     Attributes:
         unit: "line" or "row", for errors.
-        base: The folder that paths in it are relative to.
-        count: Blank lines included.
+        base: The folder that its paths are relative to.
+        count: Number of records, including blank lines.
         read: read(start, stop) → those records with their numbers.
-        batch: How many are read at once by `all`.
+        batch: Number of records that `all` reads at once.
     """
 
     unit: str
@@ -48,7 +48,7 @@ class Records(NamedTuple):
     batch: int = _BATCH_ROWS
 
     def all(self) -> Iterator[tuple[int, Record]]:
-        """Yield every record in order; few of them at a time are in memory."""
+        """Yield every record in order, with few in memory at a time."""
         for start in range(0, self.count, self.batch):
             yield from self.read(start, min(start + self.batch, self.count))
 
@@ -62,7 +62,7 @@ def read_records(place: str) -> Records:
         return _loaded(lambda: _load_hub(place), place, None)
     path = Path(place)
     kind = path.suffix.lower()
-    if os.path.isdir(path):  # of `save_to_disk`
+    if os.path.isdir(path):  # written by `save_to_disk`
         return _loaded(lambda: _datasets().load_from_disk(str(path)), path, path.parent)
     if kind == ".jsonl":
         return read_lines(path, _parse_object)
@@ -79,12 +79,12 @@ def read_records(place: str) -> Records:
 
 
 def listed(unit: str, base: Path | None, records: Sequence[tuple[int, Record]]) -> Records:
-    """Return numbered records that are in memory already."""
+    """Return numbered records that are already in memory."""
     return Records(unit, base, len(records), lambda start, stop: [*records[start:stop]])
 
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
-    """Open a file of lines; parse(text of a line that is not blank) → its record, or the text of an error."""
+    """Open a file of lines; parse(text of a non-blank line) → its record, or an error message."""
     lines = _loaded(lambda: _load_file("text", path, encoding="utf-8-sig"), path, path.parent)
 
     def parsed(number: int, record: Record) -> tuple[int, Record]:
@@ -96,7 +96,7 @@ def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
 
 
 def _parse_object(text: str) -> Record:
-    """Return the object of a line of JSON, or a text about the mistake in it."""
+    """Return the object of a line of JSON, or an error message."""
     try:
         record = read_json(text)
     except ValueError as error:
@@ -107,7 +107,7 @@ def _parse_object(text: str) -> Record:
 
 
 def _sheet(path: Path, delimiter: str) -> Records:
-    """Read rows under a heading, which is row 1; cells are texts, an empty one is none."""
+    """Read rows below a header, which is row 1; cells are strings, and an empty cell is None."""
 
     def load() -> Any:
         datasets = _datasets()
@@ -133,26 +133,26 @@ def _sheet(path: Path, delimiter: str) -> Records:
 
 
 def _datasets() -> Any:
-    """Return the package, which takes a second to import."""
+    """Import the package `datasets`, which takes a second."""
     import datasets
 
     return datasets
 
 
 def _load_file(builder: str, path: Path, **options: Any) -> Any:
-    """Convert a file once to Arrow, in the cache of `datasets`, and map that."""
+    """Convert a file once to Arrow, in the cache of `datasets`, and memory-map it."""
     return _datasets().load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
 
 
 def _load_hub(place: str) -> Any:
-    """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it."""
+    """Load "hub:OWNER/NAME", optionally followed by :CONFIG or :CONFIG:SPLIT."""
     name, config, named = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
     return _datasets().load_dataset(name, config or None, split=named or None)
 
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Keep the package datasets from logging errors that it raises too, and from drawing progress bars."""
+    """Stop `datasets` from logging errors that it also raises, and from drawing progress bars."""
     datasets = _datasets()
     level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -173,11 +173,11 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
     if isinstance(subject, Path) and os.path.isfile(subject) and not os.path.getsize(subject):
         raise UserError(f"{name}: expected at least one prompt")
     try:
-        from pandas.errors import ParserWarning  # before it drops cells behind the last column
+        from pandas.errors import ParserWarning  # raised before pandas drops cells beyond the last column
 
         with _quiet_datasets(), warnings.catch_warnings(action="error", category=ParserWarning):
             return dataset_records(load(), str(subject), base) or listed("row", base, [])
-    except Exception as error:  # of the network, of the hub, of pandas, of pyarrow, of its own
+    except Exception as error:  # from the network, the hub, pandas, pyarrow or datasets
         cause = error.__cause__ or error
         if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):
             raise UserError(f"{name}: line {_undecodable_line(subject)}: not UTF-8 text; save it as UTF-8") from error
@@ -195,9 +195,9 @@ def _undecodable_line(path: Path) -> int:
 
 
 def dataset_records(value: Any, subject: str, base: Path | None = None) -> Records | None:
-    """Return the rows of a `Dataset`, or of a `DatasetDict` one split after another with a "split"; else None.
+    """Return the rows of a `Dataset`, or of all splits of a `DatasetDict` with a column "split"; else None.
 
-    `subject` is its name in errors, `base` the folder that paths in it are relative to.
+    `subject` is its name in errors, `base` the folder that its paths are relative to.
     """
     parts: list[Any] = [*value.values()] if isinstance(value, Mapping) else [value]
     if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts):
@@ -214,7 +214,7 @@ def dataset_records(value: Any, subject: str, base: Path | None = None) -> Recor
     def read(start: int, stop: int) -> list[tuple[int, Record]]:
         try:
             return list(enumerate(map(features.decode_example, table[start:stop].to_pylist()), start))
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's are among them
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's errors subclass these
             raise UserError(f"{short_name(subject)} cannot be read: {one_line(error, 120)}") from error
 
     row_bytes = value.data.nbytes // max(len(value), 1)
@@ -223,12 +223,12 @@ def dataset_records(value: Any, subject: str, base: Path | None = None) -> Recor
 
 
 def _encoded(feature: Any) -> Any:
-    """Return a feature, of whatever nesting, without the decoding of its pictures and sounds."""
+    """Return a feature, of any nesting, without decoding of its pictures and sounds."""
     if isinstance(feature, Mapping):
         return {name: _encoded(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
         return [_encoded(inner) for inner in feature]
     if hasattr(feature, "feature"):
         return replace(feature, feature=_encoded(feature.feature))
-    json = type(feature).__name__ == "Json"  # text of no type of its own, which decoding makes a value again
+    json = type(feature).__name__ == "Json"  # JSON text, which decoding turns back into a value
     return replace(feature, decode=False) if hasattr(feature, "decode") and not json else feature

@@ -1,4 +1,4 @@
-"""Resolve the rewards of a config before anything heavy is loaded, and bind them to judges and to the run's state."""
+"""Resolve a config's rewards before any heavy import, and bind them to judges and to the run's state."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TrainerState(NamedTuple):
     """Progress of a run.
 
     Attributes:
-        global_step: Iterations that are done. Held-out prompts are judged alike at any time: there it is `max_steps`.
-        max_steps: Iterations in all.
+        global_step: Finished iterations; always `max_steps` for held-out prompts, so evaluations are comparable.
+        max_steps: Total iterations.
         evaluation: Whether these are held-out prompts.
     """
 
@@ -45,7 +45,7 @@ class TrainerState(NamedTuple):
 
 
 class JudgedBatch(NamedTuple):
-    """Progress while one batch is judged, and the numbers that its rewards logged, by column of metrics.jsonl."""
+    """Progress of the judged batch, and the numbers that its rewards logged, by column of metrics.jsonl."""
 
     state: TrainerState
     values: dict[str, list[float]]
@@ -54,11 +54,11 @@ class JudgedBatch(NamedTuple):
         """Log a finite number for metrics.jsonl; those of held-out prompts are ignored."""
         number = float(value)
         if not self.state.evaluation and math.isfinite(number):
-            self.values.setdefault(f"log/{name}", []).append(number)  # judges of several turns have a thread each
+            self.values.setdefault(f"log/{name}", []).append(number)  # rewards may log from several threads
 
     @property
     def logged(self) -> dict[str, float]:
-        """Means of the logged numbers, {"log/NAME": value}."""
+        """Return the means of the logged numbers, {"log/NAME": value}."""
         return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
 
 
@@ -66,19 +66,19 @@ _judged_batch: ContextVar[JudgedBatch | None] = ContextVar("judged batch", defau
 
 
 class RewardProgress:
-    """A run's progress, as its rewards ask it: evaluation, except inside `at`."""
+    """A run's progress as its rewards see it: evaluation, except inside `at`."""
 
     def __init__(self, max_steps: int = 0):
         self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
 
     @property
     def now(self) -> JudgedBatch:
-        """State of the batch that is judged in this thread."""
+        """Return the state of the batch that this thread judges."""
         return _judged_batch.get() or self._ended
 
     @contextmanager
     def at(self, iteration: int) -> Iterator[JudgedBatch]:
-        """Judge completions of an iteration (from 0) inside, in this thread and the pipelines that it runs."""
+        """Set the iteration (from 0) for rewards inside, in this thread and the pipelines that it runs."""
         batch = JudgedBatch(TrainerState(iteration, self._ended.state.max_steps, False), {})
         token = _judged_batch.set(batch)
         try:
@@ -87,41 +87,41 @@ class RewardProgress:
             _judged_batch.reset(token)
 
     def columns(self) -> Columns:
-        """Return the arguments `PROGRESS` of rewards; a reward may log from threads of its own."""
+        """Return the arguments `PROGRESS` for rewards; a reward may log from its own threads."""
         return dict(zip(PROGRESS, (self.now.state, self.now.log_metric), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskRewards:
-    """The rewards that a task has of its own, beside those named by import path.
+    """A task's own rewards, beside those named by import path.
 
     Attributes:
-        functions: By the name that `rewards` and `eval_rewards` of the config use: a reward function, which gets a
-            reward's options as keyword arguments, or a factory of one (a class, a `Maker`). A judge is given to a
-            reward that has an argument of its name, as columns are.
-        defaults: Rewards where the config names none.
-        watched: Names that are watched where the config names none.
-        always_watched: Names among `functions` that are watched in every run, last.
-        measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
-        columns: (completions, columns) → further columns for the rewards, asked once for all of them.
-        column_names: Names of these.
+        functions: By name in `rewards` and `eval_rewards` of the config: a reward function, which gets its options as
+            keyword arguments, or a factory (a class, a `Maker`). A reward receives a judge through an argument of the
+            judge's name, like a column.
+        defaults: Rewards if the config names none.
+        eval_defaults: Eval rewards if the config names none.
+        eval_always: Names among `functions` that are eval rewards of every run, last.
+        measures: name → an eval reward for names that follow a pattern (NAME@K); None for other names.
+        columns: (completions, columns) → further columns for the rewards, called once for all of them.
+        column_names: Names of these columns.
     """
 
     functions: Mapping[str, Reward | Maker] = dataclasses.field(default_factory=dict)
     defaults: Sequence[RewardSection] = ()
-    watched: Sequence[str] = ()
-    always_watched: tuple[str, ...] = ()
+    eval_defaults: Sequence[str] = ()
+    eval_always: tuple[str, ...] = ()
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
     column_names: tuple[str, ...] = ()
 
 
 class ResolvedReward(NamedTuple):
-    """A reward that was found, with the inputs of `bind`.
+    """A resolved reward, with the inputs of `bind`.
 
     Attributes:
-        function: As anyone wrote it, or `JUDGE_AS_REWARD`.
-        judge: The judge to ask in place of its own; "" for its own.
+        function: The reward function, or `JUDGE_AS_REWARD`.
+        judge: Name of another judge to use; "" for the function's own.
         messages: Whether it gets chat messages as its prompts and completions.
         own: Whether it is the user's own.
     """
@@ -135,34 +135,34 @@ class ResolvedReward(NamedTuple):
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
-    """Stands for a judge that is itself a reward, such as a reward model, until `bind` replaces it."""
+    """Stand in for a judge that is itself a reward, such as a reward model, until `bind` replaces it."""
 
 
 class ResolvedRewards(NamedTuple):
-    """Rewards that a run maximises, and measures that it only watches.
+    """Rewards that a run maximises, and eval rewards that it only reports.
 
     Attributes:
         sections: N rewards as configured.
-        maximised: A function for each.
-        watched: W measures.
-        eval_rewards: Their names as configured: an import path in full.
-        progress: The run as rewards see it.
+        maximised: One function for each.
+        evaluated: W eval rewards.
+        eval_rewards: Their names as configured, with full import paths.
+        progress: The run's progress as rewards see it.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[ResolvedReward, ...]
-    watched: tuple[ResolvedReward, ...]
+    evaluated: tuple[ResolvedReward, ...]
     eval_rewards: tuple[str, ...]
     progress: RewardProgress = RewardProgress()
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each reward by name, in order."""
+        """Return the weight of each reward by name, in order."""
         return {section.called: section.weight for section in self.sections}
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """Conditions between rewards, by index."""
+        """Return the conditions between rewards, by index."""
         index = {section.called: position for position, section in enumerate(self.sections)}
         return tuple(
             Condition(index[section.called], index[section.condition_on], section.threshold)
@@ -172,8 +172,8 @@ class ResolvedRewards(NamedTuple):
 
     @property
     def asked(self) -> frozenset[str]:
-        """Names of the arguments of all of them."""
-        return frozenset(name for one in (*self.maximised, *self.watched) for name in arguments_of(one.function))
+        """Return the names of all rewards' arguments."""
+        return frozenset(name for one in (*self.maximised, *self.evaluated) for name in arguments_of(one.function))
 
     def describe(self) -> str:
         """Describe the maximised rewards: name, weight and condition of each."""
@@ -193,12 +193,12 @@ def resolve_rewards(
     *,
     iterations: int = 0,
 ) -> ResolvedRewards:
-    """Find the rewards of a config and bind their options; UserError if one does not exist.
+    """Find a config's rewards and bind their options; UserError if one does not exist.
 
     Args:
-        judges: Names of the judges there are.
-        functions: By label, in place of the sections' names.
-        iterations: Of the run, as rewards with an argument `trainer_state` see it.
+        judges: Names of the available judges.
+        functions: Functions by label, which replace the sections' names.
+        iterations: Total iterations of the run, for rewards with an argument `trainer_state`.
     """
     sections = sections or source.defaults
     if not sections:
@@ -209,7 +209,7 @@ def resolve_rewards(
         return ResolvedReward(name, function, options=options, own=True)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
-        """Find a reward by import path, of the task, or of the task with another judge."""
+        """Find a reward by import path, among the task's, or among the task's with another judge."""
         place, _, label = name.rpartition(":")
         if place == IN_PYTHON:
             raise UserError(
@@ -244,20 +244,20 @@ def resolve_rewards(
             if section.messages and ":" not in section.name:
                 raise UserError(f"rewards.{section.called}: messages is for rewards of your own; drop it")
         maximised.append(reward._replace(name=section.called, messages=section.messages))
-    names = (*(eval_rewards or source.watched), *source.always_watched)
-    watched = tuple(find(name, {}, "eval_rewards") for name in names)
-    return ResolvedRewards(tuple(sections), tuple(maximised), watched, names, RewardProgress(iterations))
+    names = (*(eval_rewards or source.eval_defaults), *source.eval_always)
+    evaluated = tuple(find(name, {}, "eval_rewards") for name in names)
+    return ResolvedRewards(tuple(sections), tuple(maximised), evaluated, names, RewardProgress(iterations))
 
 
 def require_columns(
     rewards: ResolvedRewards, source: TaskRewards, judges: Collection[str], rows: Iterable[Row]
 ) -> None:
-    """Raise UserError for an argument of a user's own reward that nothing of the run and no column fills."""
-    if source.columns is not None and not source.column_names:  # the task adds others
+    """Raise UserError for an argument of a user's reward that neither the run nor a column supplies."""
+    if source.columns is not None and not source.column_names:  # the task adds unknown columns
         return
     filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
     missing: dict[str, str] = {}
-    for reward in (*rewards.maximised, *rewards.watched):
+    for reward in (*rewards.maximised, *rewards.evaluated):
         own = required_arguments(reward.function) if reward.own else []
         missing |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
     columns: dict[str, None] = {}
@@ -274,7 +274,7 @@ def require_columns(
 
 
 def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
-    """Return the reward with the judges that it names as arguments, or the judge that is one; raises UserError."""
+    """Bind the judges among a reward's arguments, or return the judge that is the reward; raises UserError."""
     name, function = resolved.name, resolved.function
     if function is JUDGE_AS_REWARD:
         judge = judges[resolved.judge]
@@ -292,7 +292,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
 
 
 def judge_named(name: str) -> AbstractContextManager[None]:
-    """Raise a UserError that names the judge in place of any error inside."""
+    """Convert any error inside to a UserError that names the judge."""
 
     def describe(error: BaseException) -> BaseException:
         if isinstance(error, UserError | ModuleNotFoundError):
@@ -308,13 +308,13 @@ def _unknown(name: str, source: TaskRewards, where: str) -> str:
             f"{short_name(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
             "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
-    measures = source.watched if where == "eval_rewards" else ()  # of those that follow a pattern, examples
+    measures = source.eval_defaults if where == "eval_rewards" else ()  # examples of names that follow a pattern
     names = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
     return f"expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
 
 
 def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
-    """Return one of the task's rewards and its options; its options are used up where a maker makes it."""
+    """Return one of the task's rewards and its remaining options; a maker consumes them."""
     if inspect.isclass(reward) and not isinstance(reward, Maker):
         check_options(label, reward, options)
     elif not isinstance(reward, Maker):

@@ -1,10 +1,10 @@
-"""Call rewards: flat as TRL calls them, stacked, and never silently 0.
+"""Call rewards as TRL does, and stack their values; a failed reward is never silently 0.
 
-A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). It is called
-flat, with each prompt repeated for its G completions. Rewards that are `async def` wait at the same time.
+A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). Prompts are
+flat, each repeated for its G completions. `async def` rewards run concurrently.
 
-None is a missing reward, NaN from here on. `training.estimators.make_objectives` keeps it, and `core.advantages` leaves
-it out of GDPO's statistics and, with the group's mean in its place, out of sums. A completion without any reward has
+None is a missing reward, and becomes NaN here. `training.estimators.make_objectives` keeps it. `core.advantages`
+excludes it from GDPO's statistics, and replaces it by the group's mean in sums. A completion without any reward has
 advantage 0 and counts in the loss's denominators; PPO masks it.
 """
 
@@ -59,7 +59,7 @@ class Maker(NamedTuple):
 
 
 class RewardError(UserError):
-    """A reward that failed. ``reward`` is its name; its exception is the cause."""
+    """Failure of a reward. ``reward`` is its name; its exception is the cause."""
 
     def __init__(self, reward: str, reason: str):
         super().__init__(f"reward {one_line(reward, 60)}: {reason}")
@@ -67,7 +67,7 @@ class RewardError(UserError):
 
 
 class BadReturn(TypeError):
-    """A reward with a result that is no list of values; the message says the right form."""
+    """A reward returned no list of values; the message states the expected form."""
 
 
 def collect_rewards(
@@ -79,20 +79,20 @@ def collect_rewards(
     *,
     on_error: Literal["raise", "missing"] = "raise",
 ) -> np.ndarray:
-    """Call every reward once; those that are `async def` run while the others do, in the thread of `event_loop`.
+    """Call every reward once; `async def` rewards run concurrently, in the thread of `event_loop`.
 
     Args:
-        rewards: N functions by name. One without ``**columns`` receives those of its arguments that exist.
-        prompts: P·G texts, each prompt repeated.
-        completions: P·G texts.
+        rewards: N functions by name. Without ``**columns``, a function receives only its named arguments.
+        prompts: P·G strings, each prompt repeated.
+        completions: P·G strings.
         columns: P·G values for each of the rewards' other arguments (pictures too).
         group_size: G.
-        on_error: For a reward that raises (SystemExit too), returns the wrong number of values, or a value that is no
-            finite number: "raise" raises RewardError; "missing" makes that value missing, or all of them. `StopRun`
-            always passes.
+        on_error: A reward fails if it raises (SystemExit too), returns the wrong number of values, or a value that is
+            not a finite number. "raise" then raises RewardError; "missing" makes that value missing, or all of them.
+            `StopRun` always propagates.
 
     Returns:
-        f32[P, G, N]; NaN where a reward is missing.
+        f32[P, G, N]; NaN for a missing reward.
     """
     count = len(completions)
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
@@ -121,13 +121,13 @@ def collect_rewards(
 def _call(function: Reward, name: str, arguments: Columns) -> object:
     at_work(f"reward {name}")
     with _blamed(name):
-        # Each gets lists of its own: what one reward does to them is not the next one's input.
+        # Each reward gets its own lists, so that it cannot change another's input.
         accepted = accepted_arguments(function, arguments)
         return function(**{name: [*value] if type(value) is list else value for name, value in accepted.items()})
 
 
 def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
-    """Return a reward's result as f64 [count]; NaN for None and, if lenient, for a number that is not finite."""
+    """Convert a reward's result to f64 [count]; NaN for None and, if lenient, for a non-finite number."""
     at_work(f"reward {name}")
     with _blamed(name):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
@@ -140,7 +140,7 @@ def _read(returned: object, name: str, completions: list[str], *, lenient: bool)
             short = one_line(repr(value[:100]) if type(value) is str else value, 60)
             text = one_line(repr(completions[i][:40]), 50)
             reason = f"it returned {short} for completion {i} ({text}), not a finite number or None"
-            failed = value if isinstance(value, BaseException) else None  # of one episode
+            failed = value if isinstance(value, BaseException) else None  # one episode failed
             raise RewardError(name, reason if failed is None else reason_of(failed)) from failed
     return numbers
 
@@ -156,17 +156,17 @@ def make_score(
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
-    If a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
-    and prompts and completions as chat messages. If the policy writes once, "place_in_group" counts a group's
-    completions from 0, so that a reward sees where a group begins.
+    A reward may ask for episodes `[P][G]` as "episodes", token ids `[P][G]` as "completion_ids", and prompts and
+    completions as chat messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a
+    reward can recognise groups.
 
     Args:
         rewards: N functions by name.
         eval_rewards: W functions by name.
-        missing: A reward that fails is missing; otherwise it raises.
-        columns_of: (completions, columns) → further columns, asked once for all rewards.
-        tokenize: The tokens of a text that the policy has not written.
-        progress: Gives `PROGRESS`, asked at each call.
+        missing: A failing reward is missing; otherwise it raises.
+        columns_of: (completions, columns) → further columns, called once for all rewards.
+        tokenize: Encodes a completion that the policy did not generate.
+        progress: Returns `PROGRESS` at each call.
     """
     ids_asked = any(asks(function, "completion_ids") for function in (*rewards.values(), *eval_rewards.values()))
 
@@ -184,13 +184,13 @@ def make_score(
         completions = [*itertools.chain.from_iterable(texts)]
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
-        if episodes is None:  # of these some are judged without the others of their group
+        if episodes is None:  # episodes may be judged without their group
             columns["place_in_group"] = [*range(group)] * len(rows)
         else:
             columns["episodes"] = [*itertools.chain.from_iterable(episodes)]
         if ids_asked and (tokens is not None or tokenize is not None):
             written = [*itertools.chain.from_iterable(tokens or [])] or [[] for _ in completions]
-            columns["completion_ids"] = [  # what the policy did not write has no tokens of its own
+            columns["completion_ids"] = [  # a completion that the policy did not generate is encoded here
                 ids or ([] if tokenize is None else tokenize(text))
                 for ids, text in zip(written, completions, strict=True)
             ]
@@ -210,10 +210,10 @@ def make_score(
 
 
 def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
-    """Return the columns of pictures and conversations in prompts, repeated for each completion.
+    """Return the columns of the prompts' pictures and conversations, repeated for each completion.
 
-    "pictures" are lists, of Pillow; where nothing is drawn these are "images" too, and "image" is the first of each.
-    "messages" are conversations as they were given, unless the rows have a column of that name.
+    "pictures" are lists of PIL images. Without a renderer they are also "images", and "image" is the first of each.
+    "messages" are the original conversations, unless the rows have a column of that name.
     """
     columns: dict[str, list[object]] = {}
     if any(row.pictures for row in rows):
@@ -229,11 +229,11 @@ def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which all `async def` rewards of this process run, and may keep connections."""
+    """Return the event loop of all `async def` rewards in this process; they may keep connections open."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        while True:  # SystemExit ends it, and what waits goes on when it runs again
+        while True:  # SystemExit ends the loop; pending tasks continue when it runs again
             with suppress(BaseException):
                 loop.run_forever()
 
@@ -246,12 +246,12 @@ def _begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def finished(returned: T | Coroutine[Any, Any, T]) -> T:
-    """Return a reward's result, awaited if the reward is `async def`."""
+    """Return a reward's result; await it if the reward is `async def`."""
     return _begin(returned).result() if isinstance(returned, Coroutine) else returned
 
 
 def _blamed(name: str) -> AbstractContextManager[None]:
-    """Raise whatever a reward raises inside as RewardError; `StopRun` passes."""
+    """Convert any exception inside to RewardError; `StopRun` propagates."""
     return failures_as(lambda error: RewardError(name, reason_of(error)))
 
 
@@ -263,7 +263,7 @@ _INSTALLED = tuple(
 
 
 def reason_of(error: BaseException) -> str:
-    """Describe in one line the error that a reward raised, with the user's line that it comes from."""
+    """Describe a reward's exception in one line, with the line of the user's code that raised it."""
     if isinstance(error, BadReturn):
         return str(error)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -274,7 +274,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
-    """Select the arguments a reward takes: all but `WHERE_NAMED` with ``**columns``, otherwise those it names."""
+    """Select the arguments a reward takes: all but `WHERE_NAMED` with ``**columns``, else only named arguments."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
 
 
@@ -287,28 +287,28 @@ def _parameters(function: Reward) -> list[inspect.Parameter] | None:
 
 
 def asks(function: Reward, name: str) -> bool:
-    """Return whether a reward takes this argument; without a signature it takes all but `WHERE_NAMED`."""
+    """Return whether a reward takes an argument; without a signature it takes all but `WHERE_NAMED`."""
     parameters = _parameters(function)
     others = parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return any(parameter.name == name for parameter in parameters or ()) or (others and name not in WHERE_NAMED)
 
 
 def arguments_of(reward: Reward) -> list[str]:
-    """Return the names of a reward's arguments that can be given by name; none of a builtin."""
+    """Return a reward's arguments that can be passed by name; none for a builtin."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [parameter.name for parameter in _parameters(reward) or () if parameter.kind in kinds]
 
 
 def required_arguments(reward: Reward) -> list[str]:
-    """Return the names of a reward's arguments that have no default."""
+    """Return a reward's arguments without a default."""
     named = arguments_of(reward)
     return [one.name for one in _parameters(reward) or () if one.name in named and one.default is one.empty]
 
 
 def with_arguments(reward: Reward, constants: Mapping[str, object], *, messages: bool = False) -> Reward:
-    """Fix some arguments of a reward, options and judges; a column of the same name does not reach it.
+    """Bind some arguments of a reward, such as options and judges; they shadow columns of the same name.
 
-    With `messages` the reward gets chat messages as its prompts and completions, as TRL has them.
+    With `messages` the reward gets chat messages as its prompts and completions, as in TRL.
     """
     if not (constants or messages):
         return reward
@@ -325,17 +325,17 @@ def with_arguments(reward: Reward, constants: Mapping[str, object], *, messages:
 
 
 def asking_also(function: Reward, names: Sequence[str]) -> inspect.Signature:
-    """Return the signature of a function that gets some arguments too."""
+    """Return a function's signature with some further arguments."""
     parameters = inspect.signature(function).parameters
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names if name not in parameters]
     return inspect.Signature(sorted([*parameters.values(), *added], key=lambda parameter: parameter.kind))
 
 
 def as_list(returned: Any, count: int) -> list[object]:
-    """Return `count` values from a list or an array of one axis, of NumPy, JAX or torch; None where NumPy masks one.
+    """Return `count` values from a list or a one-dimensional NumPy, JAX or torch array; None if NumPy masks one.
 
     Raises:
-        BadReturn: It is anything else.
+        BadReturn: For any other value.
     """
     got = type(returned).__name__
     if hasattr(returned, "shape"):
@@ -355,7 +355,7 @@ _NO_NUMBERS = (str, bytes, bytearray, complex, np.complexfloating, np.datetime64
 
 
 def as_number(value: Any) -> float | None:
-    """Return a finite float, or None for anything else, and where the value's own methods raise."""
+    """Return a finite float, or None for anything else, even if the value's own methods raise."""
     if isinstance(value, _NO_NUMBERS):
         return None
     try:
@@ -366,10 +366,9 @@ def as_number(value: Any) -> float | None:
 
 
 def check_options(label: str, function: Reward, options: Mapping[str, object], other: Collection[str] = ()) -> None:
-    """Refuse options that a function does not name among its arguments, but for `other`.
+    """Refuse options that are neither named arguments of a function nor in `other`.
 
-    An option that ``**columns`` would swallow is refused too: nearly every reward has them, and a mistyped option
-    would vanish there.
+    ``**columns`` does not count: nearly every reward has it, and it would swallow a mistyped option.
     """
     names = [name for name in arguments_of(function) if name not in other]
     for option in options:
@@ -381,11 +380,11 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
 
 
 def maximised_names(weights: Mapping[str, float]) -> list[str]:
-    """Return the rewards that are maximised: one of weight 0 is not, unless all are."""
+    """Return the maximised rewards: those of non-zero weight, or all if every weight is 0."""
     return [name for name, weight in weights.items() if weight] or list(weights)
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join a few names, and say how many more there are."""
+    """Join a few names, and count the others."""
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

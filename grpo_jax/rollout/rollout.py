@@ -1,9 +1,9 @@
-"""Collect a batch: sample completions, judge them, and let the environment answer between turns.
+"""Collect a batch: sample completions, judge them, and step the environment between turns.
 
     chunk:  sample ─► render ─► score ─► env ─► sample ─► render ─► score ─► …
 
-Every rollout is a batch of episodes; where the policy writes once, each has one turn. Axes: P prompts, G completions
-of each, U turns, T tokens, N rewards, W eval rewards. The functions come in a `RolloutFns`.
+Every rollout is a batch of episodes; in single-turn tasks each has one turn. Axes: P prompts, G completions of each,
+U turns, T tokens, N rewards, W eval rewards. `RolloutFns` holds the functions.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class RolloutFns(NamedTuple):
     """Functions between a policy's tokens and its rewards.
 
     Attributes:
-        encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
-        decode: (token ids of one completion, the user's prompt) → (completion as written, its `ParsedCompletion`).
-        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None if nothing is drawn.
+        encode: Rows → `Encoded`, left-padded to a length that does not depend on the batch.
+        decode: (token ids of one completion, the user's prompt) → (raw completion, its `ParsedCompletion`).
+        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`; None without a renderer.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards; NaN is missing.
-            In tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
-            the policy wrote, where it did.
-        encode_images: (variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be
-            encoded again, those. None for a policy that is shown no pictures.
-        gallery: How many of the first held-out rows keep the pictures of their episodes.
-        prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
-            [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
-        env: None if the policy writes once.
+            In multi-turn tasks `episodes` `[P][G]` are those that end with the texts. `tokens` `[P][G]` are the
+            policy's token ids, if it generated the texts.
+        encode_images: (variables, `Pictures`) → their `PictureStates`, and the input of the update: these states, or
+            the `Pictures` to encode again. None for a policy without pictures.
+        gallery: Number of first held-out rows whose episodes keep their pictures.
+        prepare: Pictures in memory → `Pictures` [N, 1, ..] from the policy's image processor. They are torch float
+            [N, 3, H, W] in [0, 1], or a list of a row's sources. None for a policy without pictures.
+        env: None for single-turn tasks.
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
@@ -72,16 +72,16 @@ class Rollout(NamedTuple):
 
     Attributes:
         episodes: `[P][G]`, as tasks see them: texts, pictures, observations.
-        rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
+        rewards: f32 [P, G, U, N]; NaN if the reward or the turn is missing.
         eval_rewards: f32 [P, G, U, W], likewise.
-        samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None of given
+        samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None for given
             texts.
-        prompt_tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
+        prompt_tokens: i32 [P, L], left-padded, with placeholder tokens for pictures.
         prompt_mask: bool [P, L].
-        pictures: "pictures" [P, I, ..] of the prompts and "observations" [P, G, I, ..], as the update takes them; empty
+        pictures: "pictures" [P, I, ..] of the prompts and "observations" [P, G, I, ..], as inputs of the update; empty
             in evaluation.
         seconds: Seconds of work by stage.
-        columns: Of a task's ranking (`tasks.task.Choices`), P values by name.
+        columns: P values by name from a task's ranking (`tasks.task.Choices`).
     """
 
     rows: Sequence[Row]
@@ -97,7 +97,7 @@ class Rollout(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """i32 [P, G, U], tokens that the policy wrote in each turn; 0 of given texts."""
+        """Return the number of the policy's tokens in each turn, i32 [P, G, U]; 0 for given texts."""
         if self.samples is None:
             return np.zeros(self.rewards.shape[:3], np.int32)
         mask, turn = np.asarray(self.samples.mask), self.samples.turn
@@ -106,12 +106,12 @@ class Rollout(NamedTuple):
 
     @property
     def texts(self) -> list[list[str]]:
-        """The last parsed completion, `[P][G]`."""
+        """Return the last parsed completions, `[P][G]`."""
         return [[episode.last.completion for episode in group] for group in self.episodes]
 
     @property
     def valid_turns(self) -> np.ndarray:
-        """bool [P, G, U], false where a turn's text could not be read and another stands in."""
+        """Return whether each turn's completion parsed, bool [P, G, U]."""
         valid = np.ones(self.rewards.shape[:3], bool)
         for p, g in np.ndindex(valid.shape[:2]):
             turns = self.episodes[p][g].turns
@@ -120,17 +120,17 @@ class Rollout(NamedTuple):
 
     @property
     def valid(self) -> np.ndarray:
-        """bool [P, G], `valid_turns` of the last turn."""
+        """Return `valid_turns` of the last turn, bool [P, G]."""
         return np.array([[episode.last.valid for episode in group] for group in self.episodes])
 
     @property
     def final_rewards(self) -> np.ndarray:
-        """f32 [P, G, N], those of the last turn."""
+        """Return the rewards of the last turn, f32 [P, G, N]."""
         return self._at_last(self.rewards)
 
     @property
     def final_eval_rewards(self) -> np.ndarray:
-        """f32 [P, G, W], those of the last turn."""
+        """Return the eval rewards of the last turn, f32 [P, G, W]."""
         return self._at_last(self.eval_rewards)
 
     def _at_last(self, values: np.ndarray) -> np.ndarray:
@@ -165,16 +165,16 @@ def collect(
     iteration: int | None,
     work: Work | None = None,
 ) -> Rollout:
-    """Sample and judge one batch; two chunks of it are at work at once.
+    """Sample and judge one batch, two chunks at a time.
 
     Args:
-        sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples; with pictures=`PictureStates` where
-            the prompts have some. An `EpisodeSampler` where the environment answers.
+        sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples, with pictures=`PictureStates` if the
+            prompts have pictures. An `EpisodeSampler` in multi-turn tasks.
         key: The run's key.
-        iteration: Chooses the random numbers in training; None in evaluation, whose numbers are fixed.
+        iteration: Selects the random numbers in training; None in evaluation, whose numbers are fixed.
 
     Raises:
-        Stopped: A stop was asked for.
+        Stopped: A stop was requested.
         StageError: A stage failed.
     """
     work = work or Work()
@@ -187,7 +187,7 @@ def collect(
 
 
 def judge(fns: RolloutFns, rows: Sequence[Row], texts: Sequence[Sequence[str]], work: Work | None = None) -> Rollout:
-    """Judge given texts `[P][G]`, as episodes of one turn, the way evaluation does; raises as `collect`."""
+    """Judge given texts `[P][G]` as single-turn episodes, as in evaluation; raises as `collect`."""
     work = work or Work()
 
     def chunk(number: int, part: slice) -> Rollout:
@@ -206,8 +206,8 @@ class _Chunk:
     """Part of a batch: p prompts, and their completions so far. `start` is its first row.
 
     Attributes:
-        episodes: `[p][G]`, as far as they have come.
-        active: bool [p, G], the completions that this turn is about.
+        episodes: `[p][G]`, up to the current turn.
+        active: bool [p, G], the completions that take part in the current turn.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Chunk:
         return Rollout(self.rows, self._remembered(), rewards, eval_rewards)
 
     def collect(self, sample: Sample, variables: PyTree, keys: jax.Array) -> Rollout:
-        """Write, judge and answer turn after turn, until the last turn or until all episodes are done."""
+        """Sample, judge and step the environment turn by turn, until all episodes are done."""
         fns, env = self.fns, self.fns.env
         turns = 1 if env is None else env.turns
         with self.work.stage("sample", self.number):
@@ -249,7 +249,7 @@ class _Chunk:
         names = fns.reward_names, fns.eval_reward_names
         rewards, eval_rewards = (np.full((*shape, turns, len(some)), np.nan, np.float32) for some in names)
         observed: list[ObservationTokens] = []
-        seen: list[PictureInput | None] = []  # pictures of each of `observed`, as the update takes them
+        seen: list[PictureInput | None] = []  # pictures of each of `observed`, as inputs of the update
         for turn in range(turns):
             self._read_turn(samples[-1])
             rewards[:, :, turn], eval_rewards[:, :, turn] = self._judge_turn(samples[-1])
@@ -271,7 +271,7 @@ class _Chunk:
                 samples.append(on_host(written))
             if turn + 2 == turns:
                 carried = None
-        rewards[failed] = np.nan  # it did not get as far as the others: it has no reward, of no turn
+        rewards[failed] = np.nan  # a failed episode ended early: it has no reward in any turn
         stream = samples[0]
         if env is not None:
             stream = join_turns(samples, observed, env.stream_tokens, env.pad_id)
@@ -289,7 +289,7 @@ class _Chunk:
         self.episodes[p][g] = self.episodes[p][g].with_last(**values)
 
     def _encode_images(self, variables: PyTree, pictures: Pictures) -> tuple[Any, PictureInput]:
-        if self.fns.encode_images is None:  # it must not answer with what nobody looks at
+        if self.fns.encode_images is None:  # the policy would never see the picture
             raise EnvError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
         return self.fns.encode_images(variables, pictures)
 
@@ -303,7 +303,7 @@ class _Chunk:
     def _judge_turn(self, samples: Samples | None) -> list[np.ndarray]:
         """Render and score the last texts of the active episodes: rewards f32 [p, G, N], eval rewards f32 [p, G, W].
 
-        Whole groups are judged together; once some episodes ended each of the others is judged alone.
+        Whole groups are judged together; once an episode has ended, the remaining ones are judged one by one.
         """
         fns, names = self.fns, (*self.fns.reward_names, *self.fns.eval_reward_names)
         places, values = self._places, [np.zeros(0)] * 2
@@ -316,9 +316,9 @@ class _Chunk:
             if fns.render is not None:
                 with self.work.stage("render", self.number):
                     drawn = fns.render(rows, texts, self.iteration or 0, self.iteration is None)
-                images = getattr(drawn, "images", None)  # it may fail
+                images = getattr(drawn, "images", None)  # may raise
                 for number, place in enumerate(places) if images is not None else ():
-                    # A picture that nobody looks at stays where it was drawn, perhaps on another machine.
+                    # Do not fetch unused pictures, which may be on another machine.
                     if fns.env is not None or self.start + place[0] < self.gallery:
                         self._change_last(place, image=images[number])
             with self.work.stage("score", self.number):
@@ -340,7 +340,7 @@ class _Chunk:
         return judged
 
     def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> ObservationTokens:
-        """Ask the environment for its observation to each active completion; those that go on stay active."""
+        """Step the environment for each active completion; continuing episodes stay active."""
         places = self._places
         observations: list[Observation | None] = []
         encoded = ObservationTokens(np.zeros(0), np.zeros(0))
@@ -360,7 +360,7 @@ class _Chunk:
     def _shared_observations(
         self, observations: list[Observation | None], encoded: ObservationTokens
     ) -> tuple[list[Observation | None], ObservationTokens]:
-        """Return process 0's observations in all processes; the others have no pictures but the prepared ones."""
+        """Broadcast process 0's observations; the other processes receive only the prepared pictures."""
         texts = [None if one is None else [one.text, one.done] for one in observations]
         pictures = None if encoded.pictures is None else [*encoded.pictures]
         texts, tokens, mask, pictures = self.work.share([texts, encoded.tokens, encoded.mask, pictures])
@@ -381,21 +381,21 @@ def _tokens(samples: Samples, place: Place) -> np.ndarray:
 
 
 def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
-    """Derive one key per prompt from (seed, iteration, prompt id) alone: typed key array [P]."""
+    """Derive one key per prompt, only from (seed, iteration, prompt id): typed key array [P]."""
     stream_key = jax.random.fold_in(key, stream)
     ids = jnp.asarray([row.id for row in rows], jnp.uint32)
     return jax.vmap(lambda row_id: jax.random.fold_in(stream_key, row_id))(ids)
 
 
 def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
-    """Derive the keys [P] of a turn, from 0; the first has the prompts' own."""
+    """Derive the keys [P] of a turn, from 0; turn 0 uses the prompts' keys."""
     if turn == 0:
         return keys
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, _TURN_STREAM), turn))(keys)
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Join chunks or batches; prompts are padded on the left to the longest."""
+    """Concatenate chunks or batches; prompts are left-padded to the longest."""
     whole = Rollout(
         [row for one in parts for row in one.rows],
         [group for one in parts for group in one.episodes],
@@ -423,11 +423,11 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def join_turns(samples: Sequence[Samples], observed: Sequence[ObservationTokens], length: int, pad_id: int) -> Samples:
-    """Join all turns of each completion and the observations between them to one stream without holes, [P, G, length].
+    """Join each completion's turns and observations to one stream without gaps, [P, G, length].
 
-    `mask` is true for the policy's tokens, `present` for the first places of each row; `turn` is a token's turn from
-    0, or the turn that it answers. A completion is truncated if any of its turns was. `samples` has each turn, [P, G,
-    T] on the host, fewer than there may be where all episodes ended.
+    `mask` is true for the policy's tokens, `present` for all tokens of a row. `turn` is a token's turn from 0; an
+    observation has the turn before it. A completion is truncated if any of its turns is. `samples` has each turn,
+    [P, G, T] on the host, and is shorter if all episodes ended early.
     """
     parts = []
     for turn, one in enumerate(samples):

@@ -1,1 +1,1 @@
-"""A run in time and on disk."""
+"""Runs: loading, training loop, evaluation, checkpoints and run directory."""

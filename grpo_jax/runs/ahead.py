@@ -1,4 +1,4 @@
-"""Compile what a run's start needs in threads, while its judges are loaded."""
+"""Compile the first programs of a run in threads, while its judges are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_jax.training.batch import full_batch
 
 
 def compile_ahead(ctx: RunContext) -> None:
-    """Begin to compile samplers, log-probabilities and first update; what is not found compiled compiles itself."""
+    """Start compiling samplers, log-probabilities and first update; other programs compile at their first call."""
     if ctx.compiles_ahead:
         threading.Thread(target=_compile, args=(ctx,), name=f"{ABANDONED}tracing").start()
 
@@ -22,7 +22,7 @@ def compile_ahead(ctx: RunContext) -> None:
 def _compile(ctx: RunContext) -> None:
     config, learner = ctx.config, ctx.learner
     assert learner is not None
-    with suppress(Exception):  # the run meets it as well, where it says more
+    with suppress(Exception):  # the run raises it too, with more context
         state = learner.shapes(ctx.policy.variables)
         if not config.resume and ctx.test_rows:
             for sampler, count in ((ctx.samplers.greedy, 1), (ctx.samplers.sampled, config.evaluation.samples)):
@@ -33,6 +33,6 @@ def _compile(ctx: RunContext) -> None:
         rows, part = rows_at(ctx, 0), slice(config.training.chunk_prompts or None)
         prompt, keys = ctx.fns.encode(rows), prompt_keys(ctx.key, 0, rows)
         ctx.samplers.training(state.variables, prompt.tokens[part], prompt.mask[part], keys[part])
-        if not config.resume:  # later updates have the lengths of their batches
+        if not config.resume:  # after the first update, lengths depend on the batch
             rewards = {"weights": ctx.rewards.weights, "conditions": ctx.rewards.conditions}
             learner.update(state, full_batch(config, prompt.mask.shape, device=ctx.policy_device, **rewards), None)

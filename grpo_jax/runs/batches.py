@@ -1,13 +1,13 @@
 """The batch of an iteration: its rollout, its objectives, and the arrays for the update.
 
-With training.async_level 1 the next batch is on its way while one is judged and learned from (`Rollouts`):
+With training.async_level 1 the next batch is sampled while one is judged and trained on (`Rollouts`):
 
     weights     θ0        θ1        θ2
-    learn       batch 0 ─►batch 1 ─►batch 2
-    sample      batch 1   batch 2   batch 3      with the weights above it, those before the update
+    train       batch 0 ─►batch 1 ─►batch 2
+    sample      batch 1   batch 2   batch 3      with the weights above, those before the update
 
-The weights that sample a batch follow from the iteration alone: θ0 for batches 0 and 1, then θn for batch n+1.
-Results do not depend on timing; a resumed run starts unfinished batches again.
+The sampling weights depend only on the iteration: θ0 for batches 0 and 1, then θn for batch n+1. Results do not depend
+on timing; a resumed run restarts unfinished batches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, roll
 Locks = defaultdict[str, threading.Lock]
 """Of the stages of batches that are on their way at once."""
 _DRAW_STREAM = 2**31 - 5
-_RESAMPLE_ROUNDS = 3  # further draws of one iteration
+_RESAMPLE_ROUNDS = 3  # maximum further draws of one iteration
 _AHEAD = "rollout ahead"
-_GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
+_GRACE_SECONDS = 5.0  # prefetch shutdown timeout
 
 
 Drawn = tuple[Rollout, Objectives, Record]
@@ -46,9 +46,9 @@ Drawn = tuple[Rollout, Objectives, Record]
 def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> Drawn:
     """Sample and judge the batch of an iteration; return it, its objectives, and its part of the metrics row.
 
-    With zero_variance_groups "resample" further batches are drawn until P groups are informative, at most
-    three: DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come
-    first, in the order they were drawn. The metrics are of the first batch.
+    With zero_variance_groups "resample", at most three further batches are drawn until P groups are informative. This
+    is DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a limit. Informative groups come first, in
+    drawing order. The metrics are those of the first batch.
     """
     algorithm = ctx.config.algorithm
     further = _RESAMPLE_ROUNDS if algorithm.zero_variance_groups == "resample" else 0
@@ -71,13 +71,13 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
 
 
 def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int, locks: Locks | None) -> Rollout:
-    """Collect one draw: its rows and random numbers are functions of (seed, iteration, number)."""
+    """Collect one draw; its rows and random numbers depend only on (seed, iteration, number)."""
     return collect(
         ctx.fns,
         ctx.samplers.training,
         variables,
         rows_at(ctx, iteration, number),
-        # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
+        # If prompts run out, one may occur twice in an iteration, with other completions.
         key=jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key,
         iteration=iteration,
         work=ctx.work(ctx.config.training.chunk_prompts, locks),
@@ -113,7 +113,7 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
 
 
 def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full: bool = False) -> Batch:
-    """Return the update's batch, with advantages, on the policy's devices; `full` as of `make_batch`."""
+    """Return the update's batch, with advantages, on the policy's devices; `full` as in `make_batch`."""
     assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
     mesh = ctx.policy.mesh
     batch = make_batch(
@@ -123,7 +123,7 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full:
         informative_groups(objectives, ctx.config.algorithm),
         ctx.config.algorithm,
         pictures=rollout.pictures,
-        mesh=mesh if process_count() == 1 else None,  # each process takes its share
+        mesh=mesh if process_count() == 1 else None,  # each process takes its shard below
         full=full,
     )
     return shard_batch(batch, mesh)
@@ -132,9 +132,9 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full:
 class Rollouts:
     """The rollouts of a run; with training.async_level 1 sampled ahead.
 
-    On their way are then the batch that is learned from next and the one behind it. Each stage works for one batch at
-    a time, so a slow judge holds up no sampling. A batch of several passes (turns, further draws) begins after the one
-    before.
+    Two batches are then in progress: the next one to train on and the one after it. Each stage processes one batch at a
+    time, so a slow judge does not delay sampling. A batch with several passes (turns, further draws) starts after the
+    previous batch.
     """
 
     def __init__(self, ctx: RunContext):
@@ -146,12 +146,12 @@ class Rollouts:
         self._drawn: dict[int, Future[Drawn]] = {}
 
     def draw(self, state: TrainState, iteration: int) -> tuple[Rollout, Objectives, Record, TrainState]:
-        """Return `draw` of a batch, and the state; sampled ahead, it holds the weights that sample the next batch."""
+        """Return `draw` of a batch, and the state, which holds the next sampling weights if sampled ahead."""
         if not self._is_ahead:
             return *draw(self._ctx, state.variables, iteration), state
         copied = state.rollout_weights
-        assert copied is not None  # `Learner.start` and checkpoints have it
-        self._begin(iteration, rollout_variables(state, copied))  # the first of this process; others are on their way
+        assert copied is not None  # set by `Learner.start` and by checkpoints
+        self._begin(iteration, rollout_variables(state, copied))  # only the first of this process; others have begun
         now = rollout_copy(state)
         if iteration + 1 < self._ctx.iterations:
             self._begin(iteration + 1, rollout_variables(state, now))
@@ -172,13 +172,13 @@ class Rollouts:
                 if before is not None:
                     wait([before])
                 drawn.set_result(draw(self._ctx, variables, iteration, self._locks))
-            except BaseException as error:  # raised where the batch is taken
+            except BaseException as error:  # raised by `draw` of this batch
                 drawn.set_exception(error)
 
         threading.Thread(target=work, name=_AHEAD, daemon=True).start()
 
     def settle(self) -> None:
-        """Wait until nothing is on its way, so that sampler and judges are free. `draw` raises failures."""
+        """Wait for all batches in progress, so that sampler and judges are free. `draw` raises their failures."""
         wait(self._drawn.values())
 
     def close(self) -> None:

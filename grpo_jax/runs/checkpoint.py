@@ -1,16 +1,15 @@
-"""Checkpoints of a run, on Orbax's CheckpointManager: saved in the background, checked when read, restored exactly.
+"""Checkpoints of a run with Orbax's CheckpointManager: saved in the background, verified, restored exactly.
 
 ```
 checkpoints/step_20, step_40, …       the last `keep`, and those that have a name
 checkpoints/best, checkpoints/final   links to the steps of those names
 ```
 
-A resume is exact because all else follows from (seed, iteration): the arrays are the trained weights, the optimizer's
-moments and counts, the reference and the weights of the rollout (`training.state.saved_parts`); the metadata is a
-`Progress`.
+The arrays are the trained weights, the optimizer's moments and counts, the reference and the rollout weights
+(`training.state.saved_parts`); the metadata is a `Progress`. A resume is exact, since everything else depends only on
+(seed, iteration).
 
-Orbax writes a step elsewhere and gives it its place by a rename. A name is a link that is replaced in one move after
-its step is committed.
+Orbax commits a step by a rename. A name is a link that is replaced atomically after its step is committed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MANIFEST = "checkpoint.json"
 """Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
 _UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
 _NAMES = ("best", "final")
-_REMOVAL_SECONDS = 1.0  # a running training may be removing the checkpoint that is read
+_REMOVAL_SECONDS = 1.0  # a training process may be removing the checkpoint
 
 Result = TypeVar("Result")
 
@@ -54,9 +53,8 @@ Result = TypeVar("Result")
 class Checkpoints:
     """The checkpoints of one run.
 
-    A state is a mapping of parts, `"variables"` (for evaluation) among them; each part is a pytree of `jax.Array`s
-    (typed keys included), NumPy arrays and Python numbers. Metadata is JSON. Several processes call all methods
-    together.
+    A state is a mapping of parts, including `"variables"` for evaluation. Each part is a pytree of `jax.Array`s (also
+    typed keys), NumPy arrays and Python numbers. Metadata is JSON. All processes must call each method together.
     """
 
     def __init__(
@@ -67,17 +65,17 @@ class Checkpoints:
         read_only: bool = False,
         warning: Callable[[str], None] = lambda text: None,
     ):
-        """Open a folder, made if absent, and remove the remains of an interrupted write.
+        """Open a folder, created if missing, and remove the remains of an interrupted write.
 
-        `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
-        be writing). `warning` gets a line for each damaged checkpoint set aside and each write repeated.
+        Named steps stay, and the latest `keep` others. `read_only` creates and removes nothing, since another process
+        may be writing. `warning` gets a line for each damaged checkpoint set aside and each repeated write.
         """
-        for library in ("absl", "asyncio"):  # they print the errors that they also raise
+        for library in ("absl", "asyncio"):  # they log errors that they also raise
             logging.getLogger(library).setLevel(logging.CRITICAL + 1)
         self.folder = Path(folder).absolute()
         self._read_only, self._warning = read_only, warning
         self._sound: set[Path] = set()
-        self._writing: dict[str, Any] = {}  # "step" and "meta" of the write in the background
+        self._writing: dict[str, Any] = {}  # "step" and "meta" of the background write
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
         if read_only:
@@ -95,10 +93,9 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
-        """Save a step, in the background unless `wait`; if it is there already, replace its metadata alone.
+        """Save a step, in the background unless `wait`; if it exists, replace only its metadata.
 
-        A write that failed in the background is made up for by this one. Raises UserError if that fails too, or if the
-        weights are not finite.
+        This also repairs a failed background write. UserError if that fails too, or if the weights are not finite.
         """
         assert not self._read_only
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
@@ -107,8 +104,8 @@ class Checkpoints:
         path = self.folder / f"step_{step}"
 
         def write() -> None:
-            self._manager.wait_until_finished()  # raises the error of the write before
-            self.folder.stat()  # raises if it was deleted, where Orbax would make it again
+            self._manager.wait_until_finished()  # raises the error of the previous write
+            self.folder.stat()  # raises if it was deleted; Orbax would create it again
             self._writing = {"step": step, "meta": meta}
             if broadcast(not path.is_dir()):
                 self._manager.save(step, args=ocp.args.Composite(**trees), force=True)
@@ -123,11 +120,11 @@ class Checkpoints:
             self._clear()
             self._warning(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
 
-        with self._disk_errors():  # one of several processes cannot begin again alone
+        with self._disk_errors():  # one of several processes cannot retry alone
             write() if process_count() > 1 else retry_write(write, on_retry)
 
     def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
-        """Save a step as `save` does, wait, and give it the name "best" or "final"."""
+        """Save a step like `save`, wait, and name it "best" or "final"."""
         self.save(step, state, meta, wait=True)
         if not is_main_process():
             return
@@ -135,23 +132,23 @@ class Checkpoints:
         with self._disk_errors():
             link.unlink(missing_ok=True)
             link.symlink_to(f"step_{step}")
-            if target.is_dir() and not target.is_symlink():  # in a copy that followed links
+            if target.is_dir() and not target.is_symlink():  # a copy of the folder may have followed links
                 shutil.rmtree(target)
             os.replace(link, target)
 
     def latest_step(self) -> int | None:
-        """Return the newest sound step; None if there is none. Damaged newer ones are set aside unless read-only."""
+        """Return the newest valid step, or None. Damaged newer steps are set aside unless read-only."""
         return from_main_process(self._latest)
 
     def available(self) -> list[str]:
-        """Return the names that can be restored, as written on the command line."""
+        """Return the names that can be restored, as on the command line."""
         return broadcast(self._available())
 
     def restore(self, which: int | str, template: Mapping[str, PyTree] | None = None) -> tuple[dict[str, PyTree], Meta]:
-        """Restore a whole state, with the types and places of a template, and its meta (with `"step"`).
+        """Restore a state with the dtypes and shardings of a template, and its meta (with `"step"`).
 
-        `which` is a step, "latest", "best" or "final". A template of the variables alone reads them alone; without
-        one they go to the first device. Raises UserError if the checkpoint is absent, damaged, or does not fit.
+        `which` is a step, "latest", "best" or "final". A template of only the variables reads only these; without a
+        template they go to the first device. UserError if the checkpoint is missing, damaged, or does not match.
         """
 
         def read(path: Path) -> tuple[dict[str, PyTree], Meta]:
@@ -173,11 +170,11 @@ class Checkpoints:
         return self._reading(which, read)
 
     def read_meta(self, which: int | str) -> Meta:
-        """Read a checkpoint's meta (with `"step"`). Raises UserError as `restore` does."""
+        """Read a checkpoint's meta (with `"step"`). Raises UserError like `restore`."""
         return self._reading(which, _meta)
 
     def wait(self) -> None:
-        """Wait for the write in the background. Raises UserError if it failed."""
+        """Wait for the background write. Raises UserError if it failed."""
         if not self._read_only:
             with self._disk_errors():
                 self._manager.wait_until_finished()
@@ -186,18 +183,18 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait, and end Orbax's threads; a failed write does not replace the error that ends the run."""
+        """Wait, and end Orbax's threads; a failed write does not hide the error that ends the run."""
         if self._read_only:
             return
         try:
             with suppress(UserError) if kind else nullcontext():
                 self.wait()
         finally:
-            with suppress(Exception):  # of a write that failed, and was told
+            with suppress(Exception):  # a failed write has been reported
                 self._manager.close()
 
     def _named_step(self, name: str) -> int | None:
-        """Return the step that has a name, if its manifest can be read."""
+        """Return the step of a name, if its manifest can be read."""
         with suppress(UserError):
             return read_manifest(self.folder / name)["step"]
         return None
@@ -206,7 +203,7 @@ class Checkpoints:
         return [*map(str, saved_steps(self.folder)), *(name for name in _NAMES if self._named_step(name) is not None)]
 
     def _damage(self, path: Path) -> str:
-        """Return the first difference from a checkpoint as it was written; "" if there is none."""
+        """Return the first difference from the written checkpoint; "" if there is none."""
         damage = "" if path in self._sound else find_damage(path)
         if not damage:
             self._sound.add(path)
@@ -232,7 +229,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, damaged: dict[Path, str]) -> None:
-        """Take damaged steps, and a damaged best one, out of the steps."""
+        """Move damaged steps, and a damaged "best", out of the steps."""
         if self._read_only:
             return
         best = (self.folder / "best").resolve()
@@ -246,7 +243,7 @@ class Checkpoints:
         self._manager.reload()
 
     def _find(self, which: int | str) -> str:
-        """Return the name of a sound checkpoint's folder."""
+        """Return the folder name of a valid checkpoint."""
         self.wait()
         name = str(which)
         if name not in ("latest", *_NAMES) and not (name.isascii() and name.isdigit()):
@@ -263,7 +260,7 @@ class Checkpoints:
         return path.name
 
     def _reading(self, which: int | str, read: Callable[[Path], Result]) -> Result:
-        """Find a checkpoint and read it; again if a running training removes it meanwhile."""
+        """Find and read a checkpoint; retry if a training process removes it meanwhile."""
         while True:
             path = self.folder / from_main_process(lambda: self._find(which))
             try:
@@ -271,23 +268,23 @@ class Checkpoints:
             except Exception as error:
                 if self._is_gone(path):
                     continue
-                if isinstance(error, UserError):  # it can be read, and does not fit
+                if isinstance(error, UserError):  # it is readable but does not match
                     raise
                 raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
 
     def _is_gone(self, path: Path) -> bool:
-        """Return whether a running training has removed a checkpoint that could not be read."""
+        """Return whether a training process has removed an unreadable checkpoint."""
         if self._read_only:
             time.sleep(_REMOVAL_SECONDS)
         return self._read_only and not path.exists()
 
     def _seal(self) -> None:
-        """Write the manifest of the step that is about to be committed; Orbax calls this before the rename."""
+        """Write the manifest of a step before its commit; Orbax calls this before the rename."""
         (written,) = self.folder.glob(f"step_{self._writing['step']}.orbax-checkpoint-tmp*")
         write_manifest(written, self._writing)
 
     def _meet(self, key: str, timeout_ms: int) -> None:
-        """Meet the other processes in Orbax's thread; one whose write has failed ends: they would wait for minutes."""
+        """Wait for the other processes in Orbax's thread; after a failed write end, or they would wait for minutes."""
         if error := sys.exc_info()[1]:
             complain(f"error: process {jax.process_index()}: cannot write a checkpoint ({disk_reason(error)})")
             os._exit(2)
@@ -320,7 +317,7 @@ def restore_params(run_dir: str | Path, which: int | str = "best", template: PyT
 
 @dataclass
 class _Preserved(PreservationPolicy):
-    """Keeps those that have a name, and the newest others."""
+    """Keeps named steps, and the newest others."""
 
     keep: int
     checkpoints: Checkpoints
@@ -337,7 +334,7 @@ def _handlers() -> dict[str, ocp.CheckpointHandler]:
 
 
 def _items(state: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
-    """Split a state into Orbax's items: the variables, and all other parts as one."""
+    """Split a state into two Orbax items: the variables, and all other parts."""
     rest = {name: part for name, part in state.items() if name != EVALUATED}
     return {EVALUATED: {EVALUATED: state[EVALUATED]}} | ({"training": rest} if jax.tree.leaves(rest) else {})
 
@@ -348,7 +345,7 @@ def _meta(path: Path) -> Meta:
 
 
 def _array(leaf: PyTree) -> PyTree:
-    return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.array(leaf)  # a copy: written later
+    return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.array(leaf)  # copy: it is written later
 
 
 def _is_key(leaf: object) -> bool:
@@ -356,15 +353,15 @@ def _is_key(leaf: object) -> bool:
 
 
 def _as_template(leaf: PyTree, restored: PyTree) -> PyTree:
-    """Give a restored array the form of its template: Python number, uncommitted array."""
+    """Convert a restored array to its template's form: Python number, uncommitted array."""
     if isinstance(leaf, bool | int | float):
         return type(leaf)(np.asarray(restored).item())
-    # an array that was free to follow others to their devices stays free
+    # an uncommitted array stays uncommitted
     return restored if _is_key(leaf) or getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
 
 
 def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
-    """Raise UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
+    """Raise UserError naming the first leaf with another shape or dtype, or missing on one side."""
 
     def described(tree: PyTree) -> dict[str, str]:
         named = {}
@@ -394,7 +391,7 @@ def _require_finite(variables: PyTree, step: int) -> None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write a manifest with a digest of each file, unless `content` has them; it is on the disk when this returns."""
+    """Write a manifest with a digest of each file, unless `content` has them, and flush it to disk."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _UNLISTED]
     content = {"files": {str(path.relative_to(folder)): _digest(path) for path in paths}} | content
     temporary = folder / f".{MANIFEST}"
@@ -417,7 +414,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path) -> str:
-    """Return the first difference from the manifest in a few words; "" if there is none."""
+    """Describe the first difference from the manifest; "" if there is none."""
     try:
         content = read_manifest(folder)
         if folder.name.startswith("step_") and folder.name != f"step_{content['step']}":

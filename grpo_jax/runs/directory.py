@@ -1,4 +1,4 @@
-"""The folder of a run: its paths, made once, written so that a full disk or a kill loses nothing."""
+"""The run directory: its lock, its paths, and writes that survive a full disk or a kill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RETRY_PAUSES = (0.5, 2.0, 8.0)
 
 
 class RunLock:
-    """The lock of a folder: a file that names its holder, locked by the system while that process lives."""
+    """The lock of a folder: a file that names its holder, locked by the OS while that process lives."""
 
     def __init__(self, folder: Path):
         """Take the lock. UserError if another process holds it."""
@@ -48,10 +48,10 @@ class RunLock:
             ) from None
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
-        os.register_at_fork(after_in_child=self.release)  # else what a reward forks would hold the lock after the run
+        os.register_at_fork(after_in_child=self.release)  # else a reward's child process would keep the lock
 
     def release(self) -> None:
-        """Release the lock; a second time does nothing. The file stays: another process may have opened it."""
+        """Release the lock, idempotently. The file stays: another process may have opened it."""
         if self._handle >= 0:
             with suppress(OSError):  # a judge may have closed it
                 os.close(self._handle)
@@ -60,7 +60,7 @@ class RunLock:
 
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names the path."""
+    """Convert a disk error to a UserError that names the path."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -77,7 +77,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
 
 
 def _is_disk_error(error: OSError | ValueError) -> bool:
-    """Return whether a write failed for the disk's reasons; tensorstore reports those as ValueError."""
+    """Return whether the disk made a write fail; tensorstore reports that as ValueError."""
     words = ("OS error", "os_error_code", "No space left")
     return isinstance(error, OSError) or any(word in str(error) for word in words)
 
@@ -85,7 +85,7 @@ def _is_disk_error(error: OSError | ValueError) -> bool:
 def retry_write(
     write: Callable[[], None], on_retry: Callable[[Exception, float], None] = lambda error, pause: None
 ) -> None:
-    """Call `write` until it succeeds, at most four times: a network disk may be away for a moment."""
+    """Call `write` until it succeeds, at most four times: a network disk may be briefly unavailable."""
     for pause in RETRY_PAUSES:
         try:
             return write()
@@ -98,14 +98,14 @@ def retry_write(
 
 
 def disk_reason(error: BaseException) -> str:
-    """Return the system's own words for a disk error, or the first line of any other."""
+    """Return the OS's message of a disk error, or the first line of any other error."""
     known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
     said = next((words for words in known if words in str(error)), "")
     return said or getattr(error, "strerror", None) or one_line(error, 80)
 
 
 def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
-    """Write a whole file or nothing, through a temporary one beside it. Large data is a function of its pieces."""
+    """Write a file atomically, through a temporary file beside it. Large data is a function that yields pieces."""
     path = Path(path)
     content = data.encode() if isinstance(data, str) else data
 
@@ -125,7 +125,7 @@ def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable
 
 
 class AppendedFile:
-    """Text appended straight to a file: no buffer that a kill would lose or a close would repeat."""
+    """File for appended text, without a buffer that a kill would lose or a close would repeat."""
 
     def __init__(self, path: str | Path):
         self._path = path
@@ -150,32 +150,32 @@ class AppendedFile:
 
 
 class RunDirectory:
-    """Paths of a run, and its files that are written whole."""
+    """Paths of a run, and its atomically written files."""
 
     def __init__(self, path: str | Path):
-        """Name the paths; touch nothing."""
+        """Define the paths, without touching the disk."""
         self.path = Path(path).absolute()
         self.config = self.path / "config.yaml"
-        self.prompts = self.path / "prompts.jsonl"  # those that `run` was given in Python
+        self.prompts = self.path / "prompts.jsonl"  # prompts passed to `run` in Python
         self.log = self.path / "train.log"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.completions = self.path / "completions"
         self.images = self.path / "images"
         self.report = self.path / "report.html"
-        self.end = self.path / "report.json"  # what the report shows and no other file holds
+        self.end = self.path / "report.json"  # contents of the report that no other file holds
         self.checkpoints = self.path / "checkpoints"
-        self.sft = self.path / "sft"  # its checkpoints, until the first of the run itself
+        self.sft = self.path / "sft"  # SFT checkpoints, until the run's own first checkpoint
         self.policy = self.path / "policy"
-        self.adapter = self.path / "adapter"  # PEFT's format; where adapters are trained
-        self.start = self.path / "policy_start"  # a new policy, as it was before any training
+        self.adapter = self.path / "adapter"  # trained adapters, in PEFT's format
+        self.start = self.path / "policy_start"  # a new policy before any training
         self.summary = self.path / "summary.json"
         self._lock: RunLock | None = None
-        self._made: list[Path] = []  # folders that `open` made on the way here, the inner ones first
+        self._made: list[Path] = []  # folders that `open` created, innermost first
 
     @classmethod
     def open(cls, path: str | Path, *, resume: bool = False) -> RunDirectory:
-        """Make the folder, or open an earlier run's with `resume`. UserError if it has a run already, or has none."""
+        """Create the folder, or with `resume` open an earlier run's. UserError if a run exists, or none to resume."""
         run = cls(path)
         try:
             if run.path.exists() and not run.path.is_dir():
@@ -210,13 +210,13 @@ class RunDirectory:
         return bool(saved_steps(self.checkpoints) or saved_steps(self.sft))
 
     def take_back(self) -> None:
-        """Remove the folder if `open` made it."""
+        """Remove the folder if `open` created it."""
         if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
             _remove_empty(self._made[1:])
 
     def _began_only(self) -> tuple[Path, ...]:
-        """Return the folders of a run that ended before its first iteration. UserError if anything would be lost."""
+        """Return the folders of a run that ended before its first iteration. UserError if data would be lost."""
         trained = max(saved_steps(self.checkpoints), default=0) or saved_steps(self.sft) or read_metrics(self.metrics)
         began = () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.sft)
         passing = {self.path / LOCK, *((self.config, self.log, self.prompts) if began else ())}
@@ -227,7 +227,7 @@ class RunDirectory:
         return began
 
     def write_images(self, gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry]) -> None:
-        """Write the drawn pictures: images/000_before.png, 000_after.png, 000_turn_1.png, …."""
+        """Write the rendered pictures: images/000_before.png, 000_after.png, 000_turn_1.png, …."""
         drawn: dict[str, np.ndarray | None] = {}
         for index, entry in enumerate(gallery):
             drawn |= {f"{index:03d}_before": entry.before, f"{index:03d}_after": entry.after}
@@ -261,19 +261,19 @@ class RunDirectory:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """Return the rows of a metrics.jsonl, without a last line that a kill truncated."""
     return [row for _, row in _metrics(Path(path))]
 
 
 def truncate_metrics(path: str | Path, step: int) -> None:
-    """Cut a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
+    """Truncate a metrics.jsonl to the rows up to a step, which stay byte for byte."""
     kept = [line + b"\n" for line, row in _metrics(Path(path)) if row["step"] <= step]
     if Path(path).is_file():
         write_atomically(path, b"".join(kept))
 
 
 def _metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield lines and their objects."""
+    """Yield lines with their JSON objects."""
     if not path.is_file():
         return
     try:
@@ -295,7 +295,7 @@ def _metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def finite(value: object) -> Any:
-    """Copy for strict JSON: plain numbers and lists, null for NaN and the infinities."""
+    """Convert to strict JSON: plain numbers and lists, null for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -308,7 +308,7 @@ def finite(value: object) -> Any:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """Return the steps of a folder of checkpoints, sound or damaged, rising."""
+    """Return the steps in a folder of checkpoints, valid or damaged, in ascending order."""
     names = [path.name.removeprefix("step_") for path in checkpoints.glob("step_*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and str(int(name)) == name)
 

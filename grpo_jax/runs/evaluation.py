@@ -1,4 +1,4 @@
-"""Held-out measurement: the policy's texts, and others measured in its place; also of a prompt that somebody types."""
+"""Evaluation on held-out prompts: of the policy's completions and of baselines; also of a single typed prompt."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Statistics = dict[str, dict[str, list[float]]]
 class Evaluation(NamedTuple):
     """Means over prompts by measure name (`TOTAL` among them), with one judged episode per prompt.
 
-    `samples` are `sample_measures` of several completions per prompt, the
-    others being of the first; None if each prompt has one.
+    `samples` are `sample_measures` of several completions per prompt, or None with one per prompt. The other fields
+    then use the first completion.
     """
 
     measures: dict[str, float]
@@ -51,14 +51,14 @@ class Evaluation(NamedTuple):
 
     @property
     def episodes(self) -> list[Episode]:
-        """One of each prompt; the first have their pictures."""
+        """Return one episode per prompt; the first ones have their pictures."""
         return [group[0] for group in self.rollout.episodes]
 
 
 def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
-    """Measure the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
+    """Evaluate the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
-    If the task lists the possible texts, the first of its ranking takes the greedy completion's place.
+    If the task has choices, the first of the policy's ranking replaces the greedy completion.
     """
     if ctx.samplers.rank is not None and not sampled:
         return evaluate_ranking(ctx, variables, rows)
@@ -79,24 +79,24 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
     return Evaluation(measures, rollout.first_of_each(), samples)
 
 
-def asked_to_watch(ctx: RunContext) -> list[str]:
-    """Return the watched measures without those that the task watches in every run, of which less may be better."""
-    return [name for name in ctx.fns.eval_reward_names if name not in ctx.task_data.rewards.always_watched]
+def asked_to_evaluate(ctx: RunContext) -> list[str]:
+    """Return the eval rewards, without those that the task always has, for which lower may be better."""
+    return [name for name in ctx.fns.eval_reward_names if name not in ctx.task_data.rewards.eval_always]
 
 
-def watched_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
+def eval_reward_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
     """Return the eval_rewards of each prompt by name, rounded for checkpoints."""
     values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(ctx.fns.eval_reward_names, values.tolist(), strict=True))
-    return {name: columns[name] for name in asked_to_watch(ctx)}
+    return {name: columns[name] for name in asked_to_evaluate(ctx)}
 
 
 def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
-    """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
+    """Compute mean@k and pass@k of every reward and eval reward, and mean@k of the total.
 
-    "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often
-    at least one of j completions reaches evaluation.pass_threshold (`core.pass_at_k.pass_at_k`); of no total.
-    Missing values are left out.
+    "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is the
+    probability that at least one of j completions reaches evaluation.pass_threshold (`core.pass_at_k.pass_at_k`). The
+    total has no pass@j. Missing values do not count.
     """
     threshold = ctx.config.evaluation.pass_threshold
     judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
@@ -108,20 +108,20 @@ def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
         statistics[name] = {f"mean@{count}": _mean_of(values)}
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
-            statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
+            statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # it is a probability
     totals = total_rewards(weigh(ctx, rollout))
     return statistics | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
 
 
 def _mean_of(values: np.ndarray) -> list[float]:
-    """Mean over prompts of the present values [P, k], and its interval."""
+    """Return the mean over prompts of the present values [P, k], and its interval."""
     present = np.isfinite(values)
     sums = np.where(present, values, 0.0).sum(1, dtype=np.float64)
     return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
 
 
 def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row]) -> Evaluation:
-    """Measure the policy's rankings of the possible texts; the task's words for one stand in its row's columns."""
+    """Evaluate the policy's rankings of the choices; the rows' columns hold the task's description of each."""
     choices, rank = ctx.task_data.choices, ctx.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
@@ -150,7 +150,7 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
 
 
 def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
-    """Measures of the policy's episodes where another environment answers, as NAME_CONTROL."""
+    """Evaluate the policy's episodes in control environments; measures are named NAME_CONTROL."""
     fns, measures = ctx.fns, {}
     if fns.env is None:
         return {}
@@ -163,19 +163,19 @@ def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]
 
 
 def evaluate_texts(ctx: RunContext, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
-    """Measure given texts in the policy's place: unchanged prompts or the oracle's rewrites. No length penalty."""
+    """Evaluate given texts in place of completions: unchanged prompts or the oracle's rewrites. No length penalty."""
     rollout = judge(ctx.fns, rows, [[text] for text in texts], ctx.work(chunk_size(ctx)))
     return Evaluation(means(ctx, rollout), rollout)
 
 
 def chunk_size(ctx: RunContext) -> int:
-    """Return how many prompts travel together."""
+    """Return the number of prompts per chunk."""
     fns = ctx.fns
     return TEXT_CHUNK if fns.render is None and fns.encode_images is None else PICTURE_CHUNK
 
 
 def measure_all(ctx: RunContext, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
-    """Measure the test prompts, if any: the policy's texts and, with `references`, others in its place."""
+    """Evaluate on the test prompts, if any: the policy and, with `references`, the baselines."""
     rows = ctx.test_rows
     if not rows:
         return {}
@@ -191,23 +191,23 @@ def measure_all(ctx: RunContext, variables: Variables, *, references: bool = Tru
 
 
 def measures_by_column(ctx: RunContext, rows: Sequence[Row], evaluation: Evaluation) -> dict[str, float]:
-    """Means of watched measures over the prompts with one value of the column evaluation.by, as MEASURE/VALUE."""
+    """Return means of eval rewards over the prompts with each value of the column evaluation.by, as MEASURE/VALUE."""
     column = ctx.config.evaluation.by
     if not column:
         return {}
     kinds = np.array([str(row.columns[column]) for row in rows])
     return {
         f"{name}/{kind}": present_mean(np.array(values)[kinds == kind])
-        for name, values in watched_values(ctx, evaluation).items()
+        for name, values in eval_reward_values(ctx, evaluation).items()
         for kind in dict.fromkeys(kinds.tolist())
     }
 
 
 def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
-    """Mean of each reward as judged, of each watched measure, and of the training objective: `TOTAL`.
+    """Return the mean of each reward, of each eval reward, and of the training objective, `TOTAL`.
 
-    The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
-    mean to take a missing value's place); NaN if an objective is missing in all rows.
+    The total is the weighted sum of the objectives' means, each over the rows that have a value. (A group of one has no
+    mean to replace a missing value.) It is NaN if an objective is missing in all rows.
     """
     judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
     objectives = weigh(ctx, rollout)
@@ -217,7 +217,7 @@ def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
 
 
 def _present_means(values: np.ndarray) -> list[float]:
-    """Means of the present values [.., N] of each column; NaN if there is none."""
+    """Return the mean of the present values [.., N] of each column; NaN if there is none."""
     return [present_mean(column) for column in np.moveaxis(values, -1, 0)]
 
 
@@ -231,14 +231,14 @@ def checkpoint_names(run_dir: str | Path, wanted: str) -> list[str]:
 
 
 class Asker:
-    """A run that is loaded once, its judges included; checkpoints are restored when they are asked for.
+    """A run that is loaded once, including its judges; checkpoints are restored on demand.
 
     Attributes:
-        ctx: The run. A judge that fails is an error, whatever its config says.
+        ctx: The run. A failing judge is always an error, whatever the config.
     """
 
     def __init__(self, run_dir: str | Path, info: Info, leaving: ExitStack):
-        """Load the run of a directory; `leaving` closes its judges."""
+        """Load a directory's run; `leaving` closes its judges."""
         config = run_config(run_dir).replace(on_judge_error="stop")
         prompts = kept_prompts(RunDirectory(run_dir)) if config.data.prompts == IN_PYTHON else None
         self.ctx = load(config, info, prompts=prompts, leaving=leaving)
@@ -247,9 +247,9 @@ class Asker:
         self._restore = functools.lru_cache(2)(functools.partial(restore_variables, loaded, run_dir))
 
     def row(self, prompt: str, seed: int) -> Row:
-        """Return the row of a prompt, with the columns and pictures of a held-out one of the same text.
+        """Return the row of a prompt, with the columns and pictures of a held-out prompt of the same text, if any.
 
-        Its id is `seed`: noise and random numbers follow from it, those of a held-out prompt from its own id.
+        Its id is `seed`, which determines noise and random numbers; a held-out prompt keeps its own id.
         """
         if not prompt.strip():
             raise UserError("prompt: expected a text, got an empty one")
@@ -258,11 +258,11 @@ class Asker:
         same = [row for row in self._held_out if row.prompt == prompt]
         known = next((row for row in same if row.id == seed), same[0] if same else Row(seed, prompt))
         row = dataclasses.replace(known, id=seed)
-        self.ctx.fns.encode([row])  # refuses one that is too long
+        self.ctx.fns.encode([row])  # refuses a prompt that is too long
         return row
 
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
-        """Return a checkpoint's greedy episode, judged; with `group` those of a group as training samples it."""
+        """Return a checkpoint's greedy episode, judged; with `group`, a group sampled as in training."""
         ctx = self._judging(row)
         rollout = collect(
             ctx.fns,
@@ -276,12 +276,12 @@ class Asker:
         return rollout.episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:
-        """Return the prompt as it is, judged in a rewrite's place; None if it is none."""
+        """Return the unchanged prompt, judged in place of a rewrite; None if the task does not rewrite."""
         texts = self.ctx.task_data.report.references([row]).get("unchanged")
         return evaluate_texts(self._judging(row), [row], texts).episodes[0] if texts else None
 
     def _judging(self, row: Row) -> RunContext:
-        """Return the run with pictures kept; rewards that need columns, which a typed prompt lacks, may be missing."""
+        """Return the run with pictures kept; rewards may be missing if a typed prompt lacks their columns."""
         fns = self.ctx.fns._replace(gallery=1)
         if not row.columns:
             fns = fns._replace(score=functools.partial(fns.score, missing=True))

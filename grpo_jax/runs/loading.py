@@ -1,4 +1,4 @@
-"""Load everything that a config names: checks without weights first, then policy and judges."""
+"""Load everything that a config names: first checks without weights, then policy and judges."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ _GALLERY = 12  # held-out prompts whose pictures are kept
 
 
 class RunContext(NamedTuple):
-    """Everything a config names, loaded; it stays in this room.
+    """Everything that a config names, loaded; only `runs` uses it.
 
     Attributes:
         allowed_tokens: bool [V], or None for all.
-        trie: The texts of which each completion is one (`TaskData.choices`), or None.
-        iterations: Number of iterations in all.
-        key: The run's key, that all others are folded from.
+        trie: The task's choices (`TaskData.choices`), or None.
+        iterations: Total number of iterations.
+        key: The run's key, from which all others are folded.
         devices: Device names of policy and judges.
-        stopping: Whether a stop was asked for.
-        learner: Its update; None of a run that only measures.
+        stopping: Whether a stop was requested.
+        learner: Its update; None for a run that only evaluates.
     """
 
     config: Config
@@ -95,43 +95,43 @@ class RunContext(NamedTuple):
 
     @property
     def compiles_ahead(self) -> bool:
-        """Whether the programs' shapes follow from the config: not with meshes, pictures, turns, SFT, listed texts."""
+        """Return whether the config determines all shapes: not with mesh, pictures, turns, SFT or choices."""
         plain = self.config.sampling.turns == 1 and self.trie is None and self.fns.encode_images is None
         return plain and self.policy.mesh is None and process_count() == 1 and not self.config.sft.steps
 
     @property
     def policy_device(self) -> jax.Device:
-        """The first of the policy's devices in this process."""
+        """Return the first of the policy's devices in this process."""
         leaf = jax.tree.leaves(self.policy.variables)[0]
         return min(leaf.sharding.addressable_devices, key=lambda device: device.id)
 
     def is_stopped(self) -> bool:
-        """Return, in all processes, whether one of them was asked to stop."""
+        """Return in all processes whether a stop was requested in any of them."""
         return any_process(self.stopping())
 
     @property
     def prompts(self) -> PromptSet:
-        """Rows to train on, to choose on, and to report on."""
+        """Return the rows for training, validation and testing."""
         return self.task_data.prompts
 
     @property
     def test_rows(self) -> Sequence[Row]:
-        """The held-out prompts that results are reported on."""
+        """Return the held-out prompts for the reported results."""
         return self.prompts.test[: self.config.evaluation.prompts or None]
 
     @property
     def validation_rows(self) -> Sequence[Row]:
-        """The held-out prompts that "best" is chosen on."""
+        """Return the held-out prompts that select "best"."""
         return self.prompts.validation[: self.config.evaluation.validation_prompts]
 
     @property
     def measure_names(self) -> tuple[str, ...]:
-        """Names of rewards and watched measures, N + W."""
+        """Return the names of rewards and eval rewards, N + W."""
         return self.fns.reward_names + self.fns.eval_reward_names
 
     def work(self, chunk_prompts: int, locks: defaultdict[str, threading.Lock] | None = None) -> Work:
-        """A batch's way through sampler and judges, some prompts at a time (0: all)."""
-        stopping = self.stopping if is_main_process() else lambda: False  # the others hear of it
+        """Make a batch's pipeline through sampler and judges, with `chunk_prompts` prompts at a time (0: all)."""
+        stopping = self.stopping if is_main_process() else lambda: False  # process 0 tells the others
         return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks)
 
 
@@ -147,9 +147,9 @@ def load(
 ) -> RunContext:
     """Load everything, one line (info(name, detail)) per part.
 
-    `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
-    outside this process when the run ends. Of several processes process 0 alone loads judges. A run that trains has
-    `ahead`, which is called with everything but the judges, before these are loaded.
+    `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges with external resources
+    at the end of the run. Only process 0 loads judges. For training, `ahead` is called with everything but the judges,
+    before these are loaded.
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
@@ -164,7 +164,7 @@ def load(
         info("prompts", "warning: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
-    batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
+    batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few rows for a batch
     iterations = iterations_in_all(config.training, len(data.prompts.train))
     resolved = resolve_rewards(
         config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards, iterations=iterations
@@ -200,7 +200,7 @@ def load(
         image_processor=image_processor,
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
-    )  # before the weights: a prompt that is too long is found in seconds
+    )  # before the weights, to find a prompt that is too long within seconds
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", told)
@@ -258,7 +258,7 @@ def _not_loaded(*_: Any, **__: Any) -> Any:
 
 
 def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
-    """Fill in today's date if the chat template writes one: a resumed run keeps that of its start."""
+    """Fill in today's date if the chat template writes one; a resumed run keeps the date of its start."""
     options = config.data.chat_template_options
     writes = config.data.form != "append" and "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
     if TODAY in options or not writes:
@@ -268,7 +268,7 @@ def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
 
 
 def place_parts(config: Config, info: Info) -> dict[str, str]:
-    """Choose the device of each part on this machine, before JAX starts; processes share the policy's devices."""
+    """Choose each part's device on this machine, before JAX starts; processes share the policy's devices."""
     placement = own_package("bridges", "placement")
     requests = config.requests if is_main_process() else {POLICY: config.requests[POLICY]}
     away = {name: requests.pop(name) for name in config.elsewhere if name in requests}
@@ -283,7 +283,7 @@ def place_parts(config: Config, info: Info) -> dict[str, str]:
 
 
 def _bytes_of(judges: Sequence[object]) -> int | None:
-    """Return the bytes that judges say they take; None if one does not say."""
+    """Return the total bytes that judges report; None if one does not report."""
     try:
         return sum(size for judge in judges for _, size, _ in judge.memory())  # pyright: ignore[reportAttributeAccessIssue]
     except (AttributeError, UserError):
@@ -291,9 +291,9 @@ def _bytes_of(judges: Sequence[object]) -> int | None:
 
 
 def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[jax.Device]:
-    """The policy's JAX devices, as many as its mesh takes; of several processes those in the same places in each.
+    """Return the policy's JAX devices for its mesh; with several processes, the same local devices of each.
 
-    UserError if there are too few, or another process runs on this machine: all would take the same.
+    UserError if there are too few, or if another process runs on this machine and would take the same.
     """
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
     processes = process_count()
@@ -316,7 +316,7 @@ def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[ja
 
 
 def listed(devices: Sequence[jax.Device]) -> str:
-    """Names of devices."""
+    """Join the names of devices."""
     return ", ".join(map(str, devices))
 
 
@@ -331,8 +331,8 @@ def make_rollout_fns(
 ) -> RolloutFns:
     """Make the functions between the policy's tokens and the rewards."""
     maximised: dict[str, Reward] = {}
-    watched: dict[str, Reward] = {}
-    for bound, wanted in ((maximised, rewards.maximised), (watched, rewards.watched)):
+    evaluated: dict[str, Reward] = {}
+    for bound, wanted in ((maximised, rewards.maximised), (evaluated, rewards.evaluated)):
         for reward in wanted:
             bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
     return RolloutFns(
@@ -341,14 +341,14 @@ def make_rollout_fns(
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
-            watched,
+            evaluated,
             missing=config.on_judge_error == "missing",
             columns_of=data.rewards.columns,
             progress=rewards.progress.columns,
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
         ),
         reward_names=tuple(maximised),
-        eval_reward_names=tuple(watched),
+        eval_reward_names=tuple(evaluated),
         prepare=prepare,
         env=make_env_settings(config, data.environment, loaded),
         gallery=_GALLERY,
@@ -356,7 +356,7 @@ def make_rollout_fns(
 
 
 def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> EnvSettings | None:
-    """Make the environment's side of an episode's turns; None if the policy writes once."""
+    """Make the environment of an episode's turns; None for single-turn tasks."""
     section = config.sampling
     if section.turns == 1:
         return None
@@ -385,7 +385,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
 
 
 def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
-    """Refuse a best checkpoint or early stopping by an unmeasured metric, and kinds that no prompt has."""
+    """Refuse a best checkpoint or early stopping by an unmeasured metric, and values that no prompt has."""
     training, names = config.training, (SCORE, *fns.reward_names, *fns.eval_reward_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)
@@ -402,7 +402,7 @@ def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None
 
 
 def ask_for_determinism(*, torch_too: bool) -> None:
-    """Ask for repeatable kernels on GPUs; must come before JAX's backend and torch's first use of cuBLAS."""
+    """Request deterministic GPU kernels; call it before JAX's backend starts and torch first uses cuBLAS."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if torch_too:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,4 +1,4 @@
-"""Names of measures, and an iteration in numbers: its row of metrics.jsonl, the columns of its completions."""
+"""Metrics of an iteration: its row of metrics.jsonl, the columns of its completions, and the names of measures."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from grpo_jax.runs.loading import RunContext
 
 
-_CONSTANT_ITERATIONS = 5  # in a row with one value of a reward, of which a run warns
+_CONSTANT_ITERATIONS = 5  # consecutive iterations with one value of a reward, after which a run warns
 RIGHT = 1.0
 """A measure's best value: a first turn that reaches it was right."""
-_NOTHING = 1e-6  # a change that is rounding alone
+_NOTHING = 1e-6  # a change within rounding
 TOTAL = "total"
 """Name of the measure that is maximised, for "best" and the improvement."""
 OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
     "completion_tokens": lambda rollout: float(rollout.lengths.sum(-1).mean()),
     "valid": lambda rollout: float(rollout.valid.mean()),
 }
-"""Measures of held-out completions beside rewards and watched measures."""
+"""Measures of held-out completions beside rewards and eval rewards."""
 
 
 def with_control(name: str, control: str) -> str:
-    """Name a measure where a control answers."""
+    """Return a measure's name in a control environment."""
     return f"{name}_{control}"
 
 
@@ -49,18 +49,18 @@ def present_mean(values: np.ndarray) -> float:
 
 
 def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
-    """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
+    """Return further held-out measures of multi-turn episodes; nothing for single-turn tasks.
 
-    Means over the completions that have them: "NAME_turn_U" after U turns, for all but the last turn (an episode that
-    ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of those that were right in
-    the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the start.
+    They are means over the completions with a value. "NAME_turn_U" is the value after U turns, for all but the last
+    turn; an ended episode keeps its last value. "NAME_peak" is the best over the turns. "NAME_kept" is the share that
+    ended no worse, among those right in the first turn (`RIGHT`). "NAME_gain" is the end minus the start.
     """
     if rollout.rewards.shape[2] == 1:
         return {}
     values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
     values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
     ends = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1).reshape(len(values), -1)
-    # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
+    # A missing turn has no value of any name; a turn whose measures all failed counts as the previous one.
     exists = np.isfinite(values).any(axis=-1)
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)
     carried = np.take_along_axis(values, last[..., None], axis=1)
@@ -81,7 +81,7 @@ def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
 def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> list[str]:
     """Return the measures whose mean over the same prompts fell by more than twice the standard error of its change.
 
-    Values are one for each prompt, NaN where missing; of fewer than two prompts that have both nothing is told.
+    There is one value per prompt, NaN if missing. A measure needs two prompts with both values.
     """
     names = []
     for name in before.keys() & after.keys():
@@ -96,7 +96,7 @@ def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[f
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
-    """Refuse rewards and watched measures that have the name of another measure of the run."""
+    """Refuse rewards and eval rewards with the name of another measure of the run."""
     sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.eval_rewards)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
@@ -107,7 +107,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
     for place, section in enumerate(sections):
         name = section.called
         plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
-        same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
+        same = measured.setdefault(name, plain) == plain  # a reward may also be an eval reward, unchanged
         where = "rewards" if place < len(rewards.sections) else "eval_rewards"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: {'name': function})"
         of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
@@ -170,8 +170,8 @@ def update_metrics(report: Record, learning_rate: float) -> Record:
 
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
-    """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts."""
-    samples, rewards, watched = rollout.samples, rollout.final_rewards, rollout.final_eval_rewards
+    """Return the batch's part of a metrics row: judged rewards, maximised total, signal, lengths, completions."""
+    samples, rewards, eval_rewards = rollout.samples, rollout.final_rewards, rollout.final_eval_rewards
     assert samples is not None
     row: dict[str, float] = {}
     for index, name in enumerate(ctx.fns.reward_names):
@@ -182,7 +182,7 @@ def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -
         row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
     row |= signal_metrics(objectives)
     for index, name in enumerate(ctx.fns.eval_reward_names):
-        row |= _spread(f"eval_rewards/{name}", watched[..., index])
+        row |= _spread(f"eval_rewards/{name}", eval_rewards[..., index])
     lengths = samples.mask.sum(-1)
     row |= {
         "completion_tokens": float(lengths.mean()),
@@ -195,10 +195,10 @@ def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -
 
 
 def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequence[str]) -> dict[str, float]:
-    """A batch's episodes in a metrics row; nothing where the policy writes once.
+    """Return the episodes' part of a metrics row; nothing for single-turn tasks.
 
-    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns" and "observation_tokens" are
-    per episode.
+    Entries "…@turnU" are means over the completions with turn U, from 1; "turns" and "observation_tokens" are per
+    episode.
     """
     lengths, samples = rollout.lengths, rollout.samples
     if lengths.shape[2] == 1 or samples is None or samples.present is None:
@@ -222,9 +222,9 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray) -> Record:
-    """Columns of a batch's completions, one entry each, group after group; of episodes one for each turn.
+    """Return the columns of a batch's completions, by group; one entry per completion, or per turn of episodes.
 
-    `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] by turn.
+    `advantages` are f32 [P, G] (for PPO the mean over each completion's tokens), or [P, G, T] by turn.
     """
     samples, lengths = rollout.samples, rollout.lengths
     assert samples is not None
@@ -260,7 +260,7 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
 
 
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
-    """Count the iterations in a row in which a maximised reward was missing, or had one value, and warn of it.
+    """Count consecutive iterations in which a maximised reward was missing, or constant, and warn.
 
     Returns:
         {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}}, and warnings.
@@ -273,7 +273,7 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
         found = np.unique(values[name][~np.isnan(values[name])])
         streaks[name] = 0 if len(found) else notes.get("streaks", {}).get(name, 0) + 1
         if len(found) == 1:
-            value, count = float(found[0]) + 0.0, 1  # not -0
+            value, count = float(found[0]) + 0.0, 1  # converts -0 to 0
             last, before = notes.get("constant", {}).get(name, (None, 0))
             count += before if last == value else 0
             constant[name] = [value, count]

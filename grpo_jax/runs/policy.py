@@ -1,4 +1,4 @@
-"""The policy that a config names: its folder, its functions and its variables on their devices."""
+"""The policy of a config: its folder, functions and variables, placed on their devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ START = "start"
 
 
 def policy_folder(config: Config) -> str:
-    """Resolve policy.path to a folder or hub id: itself, a bundled policy's, or the run's new one."""
+    """Resolve policy.path to a folder or hub id: the path itself, a bundled policy, or the run's new one."""
     path = config.policy.path
     if path == NEW and config.run_dir is None:
         raise UserError("policy.path: 'new' is kept in the run's folder: name it with run_dir")
@@ -55,12 +55,12 @@ def policy_folder(config: Config) -> str:
     if not path:
         raise UserError("policy.path: expected a Hugging Face folder or hub id, got none")
     folder = str(own_package("bridges").bundled(path, "policy") or path)
-    # Its files are read again at the end, when a reward may have changed the current folder.
+    # Its files are read again at the end, when a reward may have changed the working directory.
     return os.path.abspath(folder) if os.path.exists(folder) else folder
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Write the folder of policy.path "new", unless the run has it already; nothing for other paths."""
+    """Write the folder of policy.path "new", unless it exists; do nothing for other paths."""
     if config.policy.path != NEW:
         return
     if vocabulary is None:
@@ -81,7 +81,7 @@ _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]
 
 
 def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a chat mark that the tokenizer has as a token, if no chat template writes it; else ""."""
+    """Return a chat token of the tokenizer that no chat template uses; else ""."""
     if getattr(tokenizer, "chat_template", None):
         return ""
     known = tokenizer.get_vocab()
@@ -96,10 +96,10 @@ def load_run_policy(
     pictures: bool | None = False,
     read: hf.PolicyFolder | None = None,
 ) -> Policy:
-    """Load the policy of a run, on as many devices as its mesh takes, and say a line (info(name, detail)) about it.
+    """Load a run's policy on the devices of its mesh, and log a line (info(name, detail)) about it.
 
-    Without `pictures` its vision tower is not loaded unless it is trained; None loads it if there is one. `read` is
-    its folder, where `hf.read_folder` has read it already.
+    Without `pictures` its vision tower is loaded only if trained; None loads it if there is one. `read` is the result
+    of `hf.read_folder`, if already read.
     """
     policy = load_policy(
         read or policy_folder(config),
@@ -119,8 +119,8 @@ def load_run_policy(
 def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callable[[Batch], jax.Array] | None:
     """Load algorithm.teacher and compile batch → its log-probabilities f32 [P, G, T]; None without a folder.
 
-    `distribution` is allowed_tokens and trie of `make_forward`. UserError for a teacher whose tokens are others, or for
-    a policy that sees pictures.
+    `distribution` is allowed_tokens and trie of `make_forward`. UserError for a teacher with another vocabulary, or for
+    a policy with pictures.
     """
     path = config.algorithm.teacher
     if not path:
@@ -169,7 +169,7 @@ def _check_room(config: Config, limit: int | None) -> None:
 
 
 def run_config(run_dir: str | Path) -> Config:
-    """Read the config of a run directory; UserError if it has none, or none of a language policy."""
+    """Read the config of a run directory; UserError if it is missing, or not of a language policy."""
     path = Path(run_dir) / "config.yaml"
     if not os.path.isfile(path):
         raise UserError(f"{short_name(run_dir)}: no config.yaml there; give the run directory of a training run")
@@ -183,7 +183,7 @@ def run_config(run_dir: str | Path) -> Config:
 def restore_policy(
     run_dir: str | Path, checkpoint: str, *, pictures: bool | None = False
 ) -> tuple[Config, Policy, Record]:
-    """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta."""
+    """Restore a run's config, its policy from a checkpoint (on one device, without judges), and the meta."""
     config = run_config(run_dir)
     config = config.replace(policy=config.policy.replace(mesh=MeshSection()))
     policy = load_run_policy(config, [_policy_device(config)], lambda *_: None, pictures=pictures)
@@ -192,14 +192,14 @@ def restore_policy(
 
 
 def _policy_device(config: Config) -> jax.Device:
-    """Return the first device that devices.policy names, or one of this machine's if it has none of that name.
+    """Return the first device of devices.policy, or one of this machine's if that does not exist.
 
-    JAX is shown no other card, of which it would claim the memory.
+    JAX sees no other GPU, since it would claim its memory.
     """
     placement = own_package("bridges", "placement")
     try:
         places, _ = placement.place({placement.POLICY: config.requests[placement.POLICY]})
-    except UserError:  # the run was trained on another machine
+    except UserError:  # trained on another machine
         places, _ = placement.place({placement.POLICY: "auto"})
     first = {placement.POLICY: places[placement.POLICY].split(",")[0]}
     placement.prepare_jax(first)
@@ -209,7 +209,7 @@ def _policy_device(config: Config) -> jax.Device:
 def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:
     """Restore a checkpoint's trained variables beside the frozen ones of `variables`, and its meta.
 
-    `START` is the policy as it was loaded, before any training.
+    `START` is the loaded policy before any training.
     """
     if checkpoint == START:
         return variables, {"step": 0}
@@ -219,7 +219,7 @@ def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str
 
 
 def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:
-    """Cached loader of the policy's image processor; None for a policy that sees no pictures."""
+    """Return a cached loader of the policy's image processor; None for a policy without pictures."""
     vision = loaded.config.vision
     if vision is None:
         return None
@@ -232,15 +232,15 @@ See = Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictu
 def make_see(policy: Policy) -> See:
     """Make see(variables, `Pictures`) → (their states, the update's input).
 
-    The latter are the states of a frozen tower, or the pictures for one that is trained or has adapters.
+    The update's input is the states of a frozen tower, or the pictures for a tower that is trained or has adapters.
     """
     compiled = jax.jit(policy.encode_images)
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:
-        # What was drawn lies on one device: over a mesh each takes it from the host.
+        # Rendered pictures are on one device: for a mesh, shard them from the host.
         placed = pictures if policy.mesh is None else jax.device_get(pictures)
         states = gather(compiled(variables, placed), policy.mesh)
-        if process_count() > 1:  # batches are made on the host
+        if process_count() > 1:  # several processes make batches on the host
             states = on_host(states)
         frozen = VISUAL in variables and VISUAL not in variables.get("lora", {})
         return states, states if frozen else pictures
@@ -253,9 +253,9 @@ def make_prepare(
 ) -> Callable[[object], Pictures]:
     """Make prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
 
-    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are handed over by dlpack: the same memory where the
-    policy's `device` (None: where JAX sees the pictures) is theirs, one copy where it is another. A list, of anything
-    that a row of the data may hold, goes through the folder's processor on the host.
+    torch pictures, float [N, 3, H, W] in [0, 1], are passed by dlpack: without a copy if the policy's `device` (None:
+    JAX's device of the pictures) is theirs, else with one copy. A list of a data row's sources goes through the
+    folder's image processor on the host.
     """
 
     def prepare(pictures: Any) -> Pictures:

@@ -1,7 +1,7 @@
-"""Processes of a run: the cache of compiled programs; how several processes join, compare and end together.
+"""Processes of a run: the compilation cache, and how several processes join, compare their inputs and end together.
 
-If one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
-one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
+If one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for custom programs
+around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_jax.runs.directory import LOCK
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT_SECONDS = 20
 _LEAVING_SECONDS = 10
-_SHARED_SECONDS = 10.0  # how long a network file system may hide a new file
+_SHARED_SECONDS = 10.0  # longest delay until a network file system shows a new file
 _PACKAGES = (
     "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "torch",
     "diffusers", "open_clip_torch",
@@ -48,11 +48,11 @@ _MOST_PROGRAMS = 2000
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return how many processes were started together and which this is, by JAX's variables or SLURM's step."""
+    """Return the number of processes started together and this one's index, by JAX's variables or SLURM's step."""
     given = [environment[name] for name in VARIABLES if name in environment]
     count, number = environment.get("SLURM_STEP_NUM_TASKS", "1"), environment.get("SLURM_PROCID", "0")
     if count == "1":
-        number = "0"  # of an allocation's batch script
+        number = "0"  # the batch script of an allocation
     if given:
         if len(given) < len(VARIABLES) or not re.fullmatch(r".+:[0-9]{1,5}", given[0]):
             raise UserError(f"{', '.join(VARIABLES)}: expected all three, the first as HOST:PORT, got {given}")
@@ -67,7 +67,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
     """Join the processes that were started together, and return their number. Call it before any other use of JAX.
 
     Afterwards `jax.devices()` are those of all processes, and every process must run the same computations. On CPUs
-    they communicate through gloo. Raises UserError if they are not all there within `timeout` seconds.
+    they communicate through gloo. Raises UserError if a process is missing after `timeout` seconds.
     """
     count, number = announced(environment)
     if count == 1 or jax.distributed.is_initialized():
@@ -79,7 +79,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     options |= {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": _LEAVING_SECONDS}
     in_main = threading.current_thread() is threading.main_thread()
-    # While JAX waits, no handler of Python's would be called.
+    # While JAX waits, Python's signal handlers would not run.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
     try:
         jax.distributed.initialize(**options, initialization_timeout=timeout)
@@ -94,7 +94,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
 def join(config: Any) -> Any:
     """Join the processes that the environment announces, and return the config with the run_dir of process 0.
 
-    Raises UserError in all processes if they differ where they must agree.
+    Raises UserError in all processes if their inputs differ.
     """
     count, _ = announced()
     if count == 1:
@@ -110,7 +110,7 @@ def join(config: Any) -> Any:
 
 
 def require_same(facts: Mapping[str, str]) -> None:
-    """Compare facts by name over all processes. Raises UserError in all, with the first that differs."""
+    """Compare facts by name over all processes. Raises UserError in all, with the first difference."""
     if process_count() == 1:
         return
     first, *others = map(json.loads, exchange(json.dumps(facts)))
@@ -131,7 +131,7 @@ def versions() -> dict[str, str]:
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Return the config by field, with digests in place of paths, the code and the packages."""
+    """Return the config by field with digests in place of paths, and the versions of code and packages."""
     facts: dict[str, str] = {}
     for section, values in config.model_dump().items():
         fields = {f"{section}.{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
@@ -142,7 +142,7 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def _described(value: Any) -> Any:
-    """Return a plain value with the digest of each file or folder, perhaps of a member of a file, in its place."""
+    """Return a plain value with digests in place of files and folders, including the file of file.py:member."""
     if isinstance(value, dict):
         return {_described(key): _described(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -155,7 +155,7 @@ def _described(value: Any) -> Any:
 
 
 def _digest(paths: Iterable[Path]) -> str:
-    """Digest the sorted files, of large ones 64 blocks that are spread evenly."""
+    """Digest the sorted files; for large ones, 64 evenly spread blocks."""
     digest = hashlib.sha256()
     for path in sorted(path for path in paths if path.is_file()):
         size = path.stat().st_size
@@ -168,7 +168,7 @@ def _digest(paths: Iterable[Path]) -> str:
 
 
 def require_shared(folder: Path) -> None:
-    """Refuse a run directory that a process does not see as process 0 does: each writes its parts of a checkpoint."""
+    """Refuse a run directory that the processes do not share: each writes its shards of a checkpoint."""
     if process_count() == 1:
         return
     lock = folder / LOCK
@@ -187,7 +187,7 @@ def require_shared(folder: Path) -> None:
 
 @contextmanager
 def ending_together(run_dir: str) -> Iterator[None]:
-    """End with a line if another process is gone; report a mistake of this one that process 0 does not share."""
+    """End with one line if another process is gone; report this process's own error if process 0 has none."""
     try:
         yield
     except Exception as error:
@@ -209,12 +209,12 @@ def _is_of_another(error: BaseException | None) -> bool:
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
-    Small programs too: a start has more than a hundred, and finding one takes a quarter of compiling it. Since JAX
-    reads the times of all entries when it writes one, the latest 2,000 are kept.
+    Small programs are cached too: a start has over a hundred, and a cache hit takes a quarter of a compilation. JAX
+    reads the times of all entries when it writes one, so only the latest 2,000 are kept.
 
-    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
-    folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
-    what lies there is run. Return the folder; None if nothing was changed.
+    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has its own
+    folder, since machines may share home directories but not programs. A folder that other users can write is not used,
+    since its programs are executed. Returns the folder; None if nothing was changed.
     """
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if folder or {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
@@ -224,7 +224,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):  # nobody's home
+    except (OSError, RuntimeError):  # no home directory
         return None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         complain(
@@ -233,11 +233,11 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
         return None
     used: dict[Path, float] = {}
     for path in folder.glob("*-atime"):
-        with suppress(OSError):  # another process has just removed it
+        with suppress(OSError):  # another process may remove it first
             used[path] = path.stat().st_mtime
     latest = sorted(used, key=used.__getitem__, reverse=True)
     kept = {path.name.removesuffix("-atime") for path in latest[:_MOST_PROGRAMS]}
-    for entry in folder.glob("*-cache"):  # a kill leaves entries without the time of their use, which block all writes
+    for entry in folder.glob("*-cache"):  # a kill leaves entries without an access time, which block all writes
         if entry.name.removesuffix("-cache") not in kept:
             entry.unlink(missing_ok=True)
     for path in latest[_MOST_PROGRAMS:]:

@@ -1,7 +1,7 @@
-"""Prompts and rewards that `run` is given in Python: checked, named in the run's config, and kept beside it.
+"""Prompts and rewards passed to `run` in Python: checked, named in the run's config, and stored beside it.
 
-So the run is resumed and evaluated like any other: on the same rows, whose ids choose the random numbers, and by the
-same functions, where they can be imported.
+The run can thus be resumed and evaluated like any other, on the same rows, whose ids determine the random numbers. The
+reward functions are the same if they can be imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_jax.runs.session import Record
 
 
 class PythonInput(NamedTuple):
-    """The config that names `run`'s Python input, with prompts (None for the config's) and rewards by label."""
+    """The config with `run`'s Python input, the prompts (None for the config's), and the rewards by label."""
 
     config: Config
     prompts: PromptSet | None
@@ -60,22 +60,22 @@ def load_given(
     leaving: ExitStack,
     ahead: Callable[[RunContext], None],
 ) -> RunContext:
-    """Load a run that trains; name objects given in Python in its config, and keep prompts beside it."""
+    """Load a training run; name its Python objects in its config, and store its prompts."""
     given = from_python(config, prompts, rewards)
-    if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
+    if given.config is not config and not config.resume and is_main_process():  # a resume may still be refused
         write_atomically(output.directory.config, to_yaml(given.config))
     on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
     ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, ahead=ahead)
-    if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
+    if ctx.config != given.config and not config.resume and is_main_process():  # it now has the chat template's date
         write_atomically(output.directory.config, to_yaml(ctx.config))
     return ctx
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:
-    """Write the rows to prompts.jsonl; UserError if a resumed run began with other rows."""
+    """Write the rows to prompts.jsonl; UserError if a resumed run started with other rows."""
     if source.prompts is None:
         return
     prompts = source.prompts
@@ -105,7 +105,7 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
 
 
 def kept_prompts(directory: RunDirectory) -> PromptSet:
-    """Read the rows that `keep_prompts` wrote; UserError if they were not kept, or in another form."""
+    """Read the rows that `keep_prompts` wrote; UserError if they are missing, or in another format."""
     if not directory.prompts.is_file():
         raise UserError(
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
@@ -152,7 +152,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     records = dataset_records(prompts, "prompts")
     if records is not None:
         return load_prompts(records, **how)
-    if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
+    if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: iteration gives column names
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"{expected}, got a {type(prompts).__name__}")
@@ -164,7 +164,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
-    """Return the functions by their names in metrics: their own, or those they are given under."""
+    """Return the functions by their names in metrics: their own names, or the keys of a mapping."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
@@ -183,7 +183,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
-    """Return each function's section: the config's of that name (weight, condition, options), or a plain one."""
+    """Return each function's section: the config's section of that name (weight, condition, options), or a default."""
     configured = {section.called: section for section in sections}
     unmatched = [label for label in configured if label not in functions]
     if unmatched:

@@ -1,4 +1,4 @@
-"""Results of a run: summary, tables, gallery and episodes, from the measures of its start and of its end."""
+"""Results of a run: summary, tables, gallery and episodes, from the evaluations at its start and end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.evaluation import Evaluation, Statistics, evaluate_texts, watched_values
+from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, fallen
 from grpo_jax.runs.session import Progress, Record
@@ -22,7 +22,7 @@ _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
 
 
 def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[str]:
-    """Return the measures of the start in a line, and a note on rewards that no completion got."""
+    """Return the measures of the start in one line, and a note on rewards that no completion got."""
     if not before:
         return ["no prompts are held out: nothing is measured before and after training"]
     measured, values = before["greedy"].measures, np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0)
@@ -36,7 +36,7 @@ def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[st
 def report(
     ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> Finished:
-    """Return summary, tables, gallery and episodes of a run, from the measures of its start and of its end."""
+    """Return summary, tables, gallery and episodes of a run, from the evaluations at its start and end."""
     findings = find(ctx, progress.notes["remembered"], "after", after)
     summary: Record = {**summarise(ctx, progress, after, seconds), **findings.entries}
     samples = summary.get("samples", {})
@@ -51,7 +51,7 @@ def report(
 
 
 def find(ctx: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
-    """Return the task's findings from measurements, the last of which is called `name`; none without any."""
+    """Return the task's findings from evaluations, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
     rollouts = {kind: evaluation.rollout for kind, evaluation in evaluations.items()}
@@ -62,7 +62,7 @@ def find(ctx: RunContext, remembered: Record, name: str, evaluations: Mapping[st
 def summarise(
     ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> Record:
-    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
+    """Return evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times and devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
 
     kinds = {"before": "greedy", "before_sampled": "sampled"} | {n: n for n in ("oracle", "unchanged", "untrained")}
@@ -77,9 +77,9 @@ def summarise(
     }
     baseline, reward = before.get("greedy", {}).get(TOTAL), measures.get(TOTAL)
     improvement = None if baseline is None or reward is None else reward - baseline
-    suspect: list[str] = []  # watched measures that fell since the start
+    suspect: list[str] = []  # eval rewards that fell since the start
     if improvement is not None and improvement > 0:
-        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(ctx, after["greedy"]))
+        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), eval_reward_values(ctx, after["greedy"]))
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
@@ -97,12 +97,12 @@ def summarise(
 
 
 def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
-    """Statistics of several completions per prompt; None if each prompt had one, or none."""
+    """Return the statistics of several completions per prompt; None if prompts had at most one."""
     return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 
 def samples_of(ctx: RunContext, measured: Mapping[str, Statistics | None]) -> Record:
-    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn."""
+    """Return samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and the sampling settings."""
     present = {when: by_measure for when, by_measure in measured.items() if by_measure is not None}
     if not present:
         return {}
@@ -119,7 +119,7 @@ def samples_of(ctx: RunContext, measured: Mapping[str, Statistics | None]) -> Re
 
 
 def samples_table(samples: Record) -> Table | None:
-    """mean@k and pass@k of a summary's "samples", with their 95 % intervals; None without any."""
+    """Make a table of mean@k and pass@k from a summary's "samples", with 95 % intervals; None without any."""
     if not samples:
         return None
     note = (
@@ -135,7 +135,7 @@ def samples_table(samples: Record) -> Table | None:
 
 
 def samples_lines(samples: Record) -> list[str]:
-    """Lines of `samples_table` for the terminal."""
+    """Return the lines of `samples_table` for the terminal."""
     table = samples_table(samples)
     if table is None:
         return []
@@ -154,9 +154,9 @@ def _interval(values: Sequence[float] | None) -> str:
 
 
 def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
-    """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
+    """Make the gallery of the first held-out prompts, not the best; before and after have the same noise."""
     rows = ctx.test_rows[: ctx.fns.gallery]
-    drawn = ctx.task_data.render is not None  # in all processes: they judge together
+    drawn = ctx.task_data.render is not None  # the same in all processes, which judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
     plain = ctx.task_data.report.references(rows).get("unchanged") if drawn else None
@@ -184,7 +184,7 @@ def _last_images(evaluation: Evaluation | None, count: int) -> list[np.ndarray |
 
 
 def shown_episodes(ctx: RunContext, after: Evaluation) -> list[EpisodeEntry]:
-    """The episodes of the first held-out prompts, chosen by place and not by result."""
+    """Return the episodes of the first held-out prompts, chosen by position, not by result."""
     if ctx.fns.env is None:
         return []
     rows = ctx.test_rows[: ctx.fns.gallery]
@@ -192,7 +192,7 @@ def shown_episodes(ctx: RunContext, after: Evaluation) -> list[EpisodeEntry]:
 
 
 def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
-    """Return a row's episode as pages show it."""
+    """Return a row's episode for the report."""
 
     def shown_turn(turn: Turn) -> ShownTurn:
         if turn.observation is None or turn.observation.done:
@@ -204,12 +204,12 @@ def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
 
 
 def scores_of(rollout: Rollout) -> np.ndarray:
-    """Rewards and watched measures of one text per row: f32 [P, N + W]."""
+    """Return rewards and eval rewards of one completion per row, f32 [P, N + W]."""
     return np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)[:, 0]
 
 
 def texts_table(ctx: RunContext, after: Evaluation) -> Table:
-    """One line per held-out prompt: prompt, text, the task's columns, each reward and watched measure."""
+    """Make a table of held-out prompts: prompt, completion, the task's columns, rewards and eval rewards."""
     values = scores_of(after.rollout)
     columns = ctx.task_data.report.columns
     rows = [

@@ -1,6 +1,6 @@
-"""A run in time: its progress, which checkpoints keep, the session that saves and resumes it, and its ends.
+"""Sessions of a run: its progress in checkpoints, saving and resuming, callbacks, early stopping, and stop requests.
 
-A run ends before its last iteration by a signal, a callback, early stopping, or a failure.
+A signal, a callback, early stopping or a failure ends a run before its last iteration.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ SCORE = "score"
 
 
 class Progress(NamedTuple):
-    """Metadata of a checkpoint beside its arrays; all of it JSON.
+    """JSON metadata of a checkpoint.
 
     Attributes:
-        iteration: Iterations done.
-        iterations: Iterations in all.
-        seconds: By stage; "total" counts earlier processes alone, in a checkpoint this one too.
-        identity: "config": its fields that change learning; "task": other values that must stay the same on resume.
-        notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
+        iteration: Finished iterations.
+        iterations: Total iterations.
+        seconds: By stage; "total" counts only earlier processes, in a checkpoint also this one.
+        identity: "config": the fields that change learning; "task": other values that must not change on resume.
+        notes: Memory of the run. For a policy: "before", held-out measures at the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
-            of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
-            findings; "streaks" of iterations without a reward, "constant" of those with one value.
-        unvalidated: Metrics of the last iteration where its validation was stopped or failed.
+            at the start; "watched", eval rewards of each test and validation prompt at the start; "remembered", for
+            the task's findings; "streaks" of iterations without a reward, "constant" of those with one value.
+        unvalidated: Metrics of the last iteration if its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """
 
@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
     @classmethod
     def read(cls, meta: Record, where: Path) -> Progress:
-        """Read the progress in a checkpoint's meta; UserError if its fields are another grpo_jax version's."""
+        """Read the progress from a checkpoint's meta; UserError if another grpo_jax version wrote it."""
         try:
             return cls(**meta["progress"])
         except (KeyError, TypeError):
@@ -74,12 +74,12 @@ class Progress(NamedTuple):
 
 
 def identity_of(config: Section, task: Mapping[str, object]) -> dict[str, Record]:
-    """Config and task fields that must be the same when a run goes on from a checkpoint."""
+    """Return the config and task fields that must not change on resume."""
     return {"config": identity(config), "task": dict(task)}
 
 
 def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming the differences, if a checkpoint is of another configuration or other data."""
+    """Raise UserError naming the differences if a checkpoint has another configuration or other data."""
     changed = differences(saved["config"], config)
     if changed:
         raise UserError(
@@ -90,7 +90,7 @@ def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str
 
 
 def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError that names the differences if a checkpoint is of other data; training rows may differ."""
+    """Raise UserError naming the differences if a checkpoint has other data; training rows may differ."""
     changed = [
         f"{name}: {saved.get(name)} → {value}"
         for name, value in task.items()
@@ -103,35 +103,35 @@ def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -
 
 
 def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
-    """Seconds for checkpoints and summary: "total" is the whole run's until now, not that of earlier processes."""
+    """Return seconds for checkpoints and summary; "total" includes this process."""
     stages = {name: value for name, value in seconds.items() if name != "total"}
     return {**stages, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
 
 
 def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by name, summed."""
+    """Sum seconds by name."""
     return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
 
 
 class StopRequests:
-    """A flag for a requested stop, checked by long waits, which then save and leave."""
+    """Flag of a stop request; long waits poll it, then save and leave."""
 
     def __init__(self) -> None:
         self._asked = self._at_once = False
 
     def is_set(self) -> bool:
-        """Return whether a stop was asked for."""
+        """Return whether a stop was requested."""
         return self._asked
 
     def set(self) -> None:
-        """Ask for a stop."""
+        """Request a stop."""
         self._asked = True
         if self._at_once:
             raise Stopped
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside there is nothing to save: a request raises `Stopped` wherever the main thread is."""
+        """Raise `Stopped` in the main thread at once on a request, while there is nothing to save."""
         self._at_once = True
         try:
             if self._asked:
@@ -143,10 +143,10 @@ class StopRequests:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Take SIGTERM, SLURM's SIGUSR1 and the first Ctrl-C as requests to stop; yield the flag.
+    """Treat SIGTERM, SLURM's SIGUSR1 and the first Ctrl-C as stop requests; yield the flag.
 
-    A second Ctrl-C interrupts at once: the last checkpoint stays valid. SIGHUP, sent when a terminal closes, stops
-    nothing. Outside the main thread, where Python takes no handlers, no stop is ever asked for.
+    A second Ctrl-C interrupts at once; the last checkpoint stays valid. SIGHUP, sent when a terminal closes, is
+    ignored. Outside the main thread, Python allows no handlers, so there are no stop requests.
     """
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
@@ -157,7 +157,7 @@ def stop_requests() -> Iterator[StopRequests]:
         if number == signal.SIGHUP:
             return
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` has it answer once
+            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` handles only one
             if requests.is_set():
                 raise KeyboardInterrupt
         requests.set()
@@ -176,11 +176,11 @@ class IterationEvent:
     """Argument of a callback.
 
     Attributes:
-        step: Iterations done.
-        iterations: Iterations in all.
-        metrics: By name as in metrics.jsonl: on an iteration its row, on a validation that row's "validation/…"; on a
-            checkpoint nothing.
-        checkpoint: The checkpoint that was written; None otherwise.
+        step: Finished iterations.
+        iterations: Total iterations.
+        metrics: By name as in metrics.jsonl: an iteration's row, a validation's entries "validation/…", or nothing on
+            a checkpoint.
+        checkpoint: The written checkpoint; None for other events.
     """
 
     step: int
@@ -195,12 +195,12 @@ Callback = Callable[[IterationEvent], bool | None]
 
 
 class Callbacks(NamedTuple):
-    """The user's functions; None for none.
+    """The user's callbacks; None for none.
 
     Attributes:
-        on_iteration: After each iteration's row of metrics.jsonl is written.
-        on_validation: After on_iteration, where it was validated.
-        on_checkpoint: When a checkpoint of the loop is on disk.
+        on_iteration: Called after each iteration's row of metrics.jsonl is written.
+        on_validation: Called after on_iteration, if the iteration was validated.
+        on_checkpoint: Called when a checkpoint of the loop is on disk.
     """
 
     on_iteration: Callback | None = None
@@ -208,7 +208,7 @@ class Callbacks(NamedTuple):
     on_checkpoint: Callback | None = None
 
     def ask(self, name: str, event: IterationEvent) -> bool:
-        """Call the callback of that name, which is there; return whether it asks to stop."""
+        """Call the callback of that name, which must exist; return whether it requests a stop."""
         try:
             return bool(getattr(self, name)(event))
         except Exception as error:
@@ -223,7 +223,7 @@ class EarlyStopping(NamedTuple):
     validations: int = 0
 
     def after(self, measures: Mapping[str, float], iteration: int, config: Config) -> EarlyStopping:
-        """Count a validation; better is above the best by more than training.early_stopping_threshold."""
+        """Count a validation; it is better if it exceeds the best by more than training.early_stopping_threshold."""
         value = measures.get(config.evaluation.best_by, math.nan)
         better = self.best is None or value > self.best + config.training.early_stopping_threshold
         if math.isfinite(value) and better:
@@ -261,9 +261,9 @@ class Session:
     clock: float
 
     def resumed(self, task: Mapping[str, object], iterations: int) -> Progress | None:
-        """Return the progress of the last sound checkpoint on --resume; None if the run begins.
+        """Return the progress of the latest valid checkpoint on --resume; None for a new run.
 
-        UserError if the checkpoint is of another configuration or data, or has more iterations.
+        UserError if the checkpoint has another configuration, other data, or more iterations.
         """
         checkpoints = self.checkpoints
         if not self.config.resume or checkpoints.latest_step() is None:
@@ -283,7 +283,7 @@ class Session:
             write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
 
     def save(self, progress: Progress, arrays: Record, *, name: str = "", wait: bool = False) -> None:
-        """Write a checkpoint in the background, at once if `wait`; with a `name` under that name too."""
+        """Write a checkpoint, in the background unless `wait`; also under `name`, if given."""
         progress = progress._replace(seconds=with_total(progress.seconds, self.clock))
         saved = progress.iteration, arrays, {"progress": progress._asdict()}
         if name:
@@ -300,7 +300,7 @@ class Session:
         return progress.iteration >= progress.iterations or bool(self.early_end(progress))
 
     def call_back(self, name: str, progress: Progress, metrics: Record) -> None:
-        """Call the callback of that name; if it asks to, and anything is left to train, request a stop."""
+        """Call the callback of that name; request a stop if it asks to and iterations are left."""
         if getattr(self.callbacks, name) is None:
             return
         step, folder = int(metrics.get("step", progress.iteration)), self.output.directory.path.absolute()
@@ -326,14 +326,14 @@ class Session:
             self.stop.set()
 
     def stopped(self, done: int) -> Record:
-        """Say how a run that was stopped after `done` iterations goes on; return its result."""
+        """Log how to resume a run that was stopped after `done` iterations; return its result."""
         saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
         when = f"after iteration {done}" if done else "before the first iteration"
         self.output.info(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
         return {"stopped": True, "iteration": done}
 
     def finish(self, progress: Progress, finished: Finished) -> Record:
-        """Write the results of a run that is over; return the contents of summary.json, and "stopped"."""
+        """Write the results of a finished run; return the contents of summary.json, and "stopped"."""
         seconds = with_total(finished.summary["seconds"], self.clock)
         summary = {**finished.summary, "seconds": seconds, "seed": self.config.seed, "versions": versions()}
         if reason := self.early_end(progress):
@@ -349,9 +349,9 @@ _KILLABLE = (
 
 
 def nothing_judged(progress: Progress, run_dir: str) -> str:
-    """Return why a run ends without rewards (`reward_streaks`): none came lately, or in a short run; "" before.
+    """Return the reason to end a run without rewards (`reward_streaks`), recently or in a short run; else "".
 
-    A reward may well apply to few prompts: all must be missing.
+    All rewards must be missing, since a single reward may apply to few prompts.
     """
     streaks, done, iterations = progress.notes.get("streaks", {}), progress.iteration, progress.iterations
     shortest = min(streaks.values(), default=0)
@@ -364,9 +364,9 @@ def nothing_judged(progress: Progress, run_dir: str) -> str:
 
 
 def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str) -> str:
-    """Return why a run ends if every update of a few iterations was skipped, or most of a short run; "" before.
+    """Return the reason to end a run if all updates of a few iterations, or most of a short run, were skipped; else "".
 
-    `updates` is their number in an iteration.
+    `updates` is their number per iteration.
     """
     done, iterations = progress.iteration, progress.iterations
     if skipped < max(1, min(PATIENCE * updates, iterations * updates - 1)):
@@ -382,19 +382,19 @@ def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str
 def explained(
     error: StageError | StopRun, iteration: int | None, run_dir: str, *, resumable: bool, hint: str
 ) -> Exception:
-    """Return the error that ended a run as one line with its remedy; `iteration` is the one that was saved.
+    """Return the error that ended a run as one line with its remedy; `iteration` is the saved one.
 
-    An error of the policy's own stage stays as it is.
+    An error of the policy's own stage stays unchanged.
     """
     saved = "Nothing was trained yet" if iteration is None else f"Saved after iteration {iteration}"
     again = _again(run_dir, resumable)
     cause = error if isinstance(error, StopRun) else error.__cause__
-    told = cause if isinstance(cause, StopRun | UserError) else error  # a reward names itself
+    told = cause if isinstance(cause, StopRun | UserError) else error  # its message already names the reward
     line = " ".join(str(told).split())
     if isinstance(cause, StopRun):
         return StopRun(f"{line}. {saved}; {again} when that is fixed")
     assert isinstance(error, StageError)
-    if error.stage == "sample":  # no reward is at fault
+    if error.stage == "sample":  # not a reward's failure
         return error if told is error else UserError(f"{line}. {saved}; {again} when that is fixed")
     at_fault = {"render": "the renderer", "env": "the environment"}.get(error.stage, "the reward")
     hint = _KILLABLE if isinstance(error, StageTimeout) else hint

@@ -1,4 +1,4 @@
-"""Supervised steps before reinforcement learning, by the same trainer, on prompts with texts."""
+"""Supervised fine-tuning (SFT) before reinforcement learning, on the task's prompt-completion pairs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _LINES = 20  # lines on the console
 def warm_up(
     ctx: RunContext, folder: Path, clock: float, info: Callable[[str], None]
 ) -> tuple[Variables, dict[str, Record], dict[str, float]]:
-    """Teach the policy the task's pairs: variables, notes of the run ("before", "remembered"), seconds.
+    """Evaluate the policy and run SFT: returns variables, notes of the run ("before", "remembered"), seconds.
 
-    The policy is measured first. An interrupted SFT goes on after its last checkpoint in `folder`.
+    An interrupted SFT resumes from its latest checkpoint in `folder`.
     """
     notes: dict[str, Record] = {"before": {}, "remembered": {}}
     if not ctx.config.sft.steps:
@@ -76,14 +76,13 @@ def warm_up(
 def run_sft(
     ctx: RunContext, checkpoints: Checkpoints, kept: Record, clock: float, info: Callable[[str], None]
 ) -> tuple[Variables, float]:
-    """Train the policy on the task's pairs; return the variables, and the seconds of all processes until then.
+    """Train the policy on the task's pairs; return the variables, and the seconds of all processes so far.
 
-    The same weights (all, or the adapters) are trained as in the run. It goes on after its own last checkpoint, as if
-    it had never been interrupted, and saves every `training.save_every` updates and when it is stopped (`Stopped`).
-    The weights in `ctx.policy.variables` are taken over: they cannot be read afterwards. Training follows sampling:
-    the distribution over the allowed tokens, and texts that end as the sampler's do (`supervised_tokens`). A pair whose
-    text has a token that is not allowed is left out, and their number is said. `kept` is saved with every checkpoint,
-    its "seconds" with those since `clock`.
+    It trains the same weights as the run (all, or the adapters). It resumes exactly from its latest checkpoint, and
+    saves every `training.save_every` updates and on a stop (`Stopped`). It takes over the weights in
+    `ctx.policy.variables`, which cannot be read afterwards. Training matches sampling: the distribution is over the
+    allowed tokens, and completions end as the sampler's (`supervised_tokens`). Pairs with a forbidden token are
+    skipped, and their number is logged. Every checkpoint has `kept`, with "seconds" that include those since `clock`.
     """
     config, section = ctx.config, ctx.config.sft
     if ctx.task_data.pairs is None:
@@ -94,7 +93,7 @@ def run_sft(
             f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
     state, step = make_sft(ctx)
-    lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
+    lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # characters, roughly proportional to tokens
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
         free_buffers(saved_parts(state))
@@ -128,12 +127,12 @@ def run_sft(
                 )
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
-    save(section.steps, state, wait=False)  # what comes next, the measurement of the start, may be stopped
+    save(section.steps, state, wait=False)  # the evaluation that follows may be stopped
     return state.variables, time.monotonic() - started
 
 
 def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
-    """Return the initial state, which takes the policy's variables over, and the compiled supervised step."""
+    """Return the initial state, which takes over the policy's variables, and the compiled supervised step."""
     config, policy, section = ctx.config, ctx.policy, ctx.config.sft
     optimizing = config.optimizer.replace(
         learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
@@ -153,7 +152,7 @@ def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch],
 
 
 def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None]) -> Sequence[Pair]:
-    """The pairs whose texts the policy may write (`data.forbidden_tokens`); says how many are left out."""
+    """Return the pairs without forbidden tokens (`data.forbidden_tokens`); log the number of the others."""
     allowed, choices = ctx.allowed_tokens, ctx.task_data.choices
     if choices is not None:
         listed = frozenset(choices.texts)
@@ -174,9 +173,9 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
 
 
 def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:
-    """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens; cuts have no end."""
+    """Encode a text as a completion (`completion_tokens`), truncated to max_new_tokens, then without EOS."""
     loaded, config = ctx.policy.folder, ctx.config
-    listed = ctx.task_data.choices is not None  # its texts are the same behind every prompt
+    listed = ctx.task_data.choices is not None  # choices have the same tokens after every prompt
     apart = listed or (bool(prompt) and not prompt[-1].isspace())
     gap = follows_text(config, loaded.tokenizer) and apart
     ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
@@ -184,7 +183,7 @@ def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:
 
 
 def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
-    """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
+    """Return the tokens after a pair's prompt, as in sampling, and a mask of the policy's own tokens."""
     env, texts, left = ctx.fns.env, texts_of(pair), list(grids)
     if len(texts) > ctx.config.sampling.turns:
         raise UserError(
@@ -203,7 +202,7 @@ def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] =
 
 
 def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair]) -> Batch:
-    """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
+    """Encode the pairs: prompts and completions as in sampling, with picture states under `variables`."""
     fns, section = ctx.fns, ctx.config.sampling
     prompts = fns.encode([as_row(pair[0]) for pair in pairs])
     seen = [[picture for observation in observations_of(pair) for picture in observation.pictures] for pair in pairs]
@@ -221,21 +220,21 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
         for name, some in pictures.items()
         if some is not None and encode_images is not None
     }
-    arrays: Any = (prompts.tokens, prompts.mask, tokens, mask)  # jit places NumPy's
+    arrays: Any = (prompts.tokens, prompts.mask, tokens, mask)  # jit places NumPy arrays
     batch = Batch(*arrays, pictures=states)
     return batch if section.turns == 1 else batch._replace(present=present)
 
 
 def texts_of(pair: Pair) -> list[str]:
-    """Texts for the policy to write, turn after turn."""
+    """Return the policy's target completions, one per turn."""
     return list(pair[1::2])
 
 
 def observations_of(pair: Pair) -> list[Observation]:
-    """Observations between a pair's turns."""
+    """Return the observations between a pair's turns."""
     return [as_observation(observation) for observation in pair[2::2]]
 
 
 def as_row(prompt: str | Row) -> Row:
-    """Prompt of a pair as a row."""
+    """Return a pair's prompt as a row."""
     return prompt if isinstance(prompt, Row) else Row(0, prompt)

@@ -1,8 +1,7 @@
-"""Train a policy: begin or resume, the loop, validate, save, finish.
+"""Train a policy: begin or resume, run the loop, validate, save, finish.
 
-Every random number and every position follows from (seed, iteration): a run is resumed by its number of iterations
-and its arrays. A checkpoint holds a `Progress` beside the arrays, so that a run killed at any moment goes on as if
-nothing had happened.
+Every random number and every position in the data depends only on (seed, iteration). A checkpoint holds the arrays and
+a `Progress`, so a run that is killed at any moment resumes exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
+from grpo_jax.runs.evaluation import asked_to_evaluate, eval_reward_values, evaluate, measure_all
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.policy import load_teacher
@@ -63,7 +62,7 @@ def train(
 ) -> Record:
     """Train a policy and leave a run directory; return the contents of summary.json, and "stopped".
 
-    `open_output(config)` makes or opens the run directory (`reports.output`).
+    `open_output(config)` creates or opens the run directory (`reports.output`).
     """
     enable_compile_cache()
     config, clock = join(config), time.monotonic()
@@ -102,7 +101,7 @@ def train(
 
 
 class Trainer:
-    """One process's part of a run; `state` and `progress` are those after the last iteration, which `save` writes."""
+    """One process's part of a run; `save` writes `state` and `progress`, those after the last iteration."""
 
     state: TrainState
     progress: Progress
@@ -115,10 +114,10 @@ class Trainer:
         self.learner = ctx.learner
         self.teacher = load_teacher(ctx.config, ctx.policy, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
         self.rollouts = Rollouts(ctx)
-        self._begun = False  # there are a state and a progress to save
+        self._begun = False  # whether there are a state and a progress to save
 
     def begin(self) -> None:
-        """Take the last sound checkpoint's state on --resume, else the policy's own, measured."""
+        """Restore the latest checkpoint on --resume, or initialise and evaluate."""
         ctx, output = self.ctx, self.output
         if progress := self.session.resumed(ctx.task_data.identity, self.iterations):
             return self.resume(progress)
@@ -138,10 +137,10 @@ class Trainer:
             notes["remembered"] |= ctx.task_data.report.remember("before", rollouts)
             if samples := statistics_of(before):
                 notes["samples"] = samples
-        notes["watched"] = {"test": watched_values(ctx, before["greedy"])} if before else {}
-        if asked_to_watch(ctx) and self.config.evaluation.every and ctx.validation_rows:
+        notes["watched"] = {"test": eval_reward_values(ctx, before["greedy"])} if before else {}
+        if asked_to_evaluate(ctx) and self.config.evaluation.every and ctx.validation_rows:
             validation = evaluate(ctx, self.state.variables, ctx.validation_rows)
-            notes["watched"]["validation"] = watched_values(ctx, validation)
+            notes["watched"]["validation"] = eval_reward_values(ctx, validation)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         identity = identity_of(self.config, ctx.task_data.identity)
         self.progress = Progress(0, self.iterations, None, 0, seconds, identity, notes)
@@ -152,7 +151,7 @@ class Trainer:
         self._remove_sft()
 
     def resume(self, progress: Progress) -> None:
-        """Restore the state of the last sound checkpoint."""
+        """Restore the state of the latest valid checkpoint."""
         output, checkpoints = self.output, self.checkpoints
         identity = identity_of(self.config, self.ctx.task_data.identity)
         before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
@@ -161,9 +160,9 @@ class Trainer:
         done, iterations = progress.iteration, self.iterations
         self.session.keep_config()
         template = self.learner.start(self.ctx.policy.variables)
-        free_buffers(saved_parts(template))  # two states at once may not fit
+        free_buffers(saved_parts(template))  # two states may not fit in memory
         saved, _ = checkpoints.restore("latest", saved_parts(template))
-        self._remove_sft()  # of a run killed at its first checkpoint
+        self._remove_sft()  # left by a run killed at its first checkpoint
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
         if written < rows:
@@ -181,9 +180,9 @@ class Trainer:
         self._begun = True
 
     def train(self) -> None:
-        """The loop: sample and judge, learn, log, and save where it is due."""
+        """Run the loop: sample and judge, update, log, and save if due."""
         ctx, training, output = self.ctx, self.config.training, self.output
-        first = announced = self.progress.iteration  # the last whose checkpoint callbacks have seen
+        first = announced = self.progress.iteration  # the last iteration with an announced checkpoint
         output.start(self.iterations, announced)
         if self.progress.unvalidated is not None:
             self.log(self.progress.unvalidated)
@@ -234,12 +233,12 @@ class Trainer:
         try:
             measures = self.validate()
         except BaseException:
-            self.output.iteration(row)  # written again, with its measures, when the run goes on
+            self.output.iteration(row)  # a resumed run writes it again, with its measures
             raise
         self.progress = self.progress._replace(unvalidated=None)
         row = {**row, **measures}
         self.output.iteration(row)
-        if measures and self.progress.best_iteration == done:  # after its row: --resume may go on from it
+        if measures and self.progress.best_iteration == done:  # after its row: --resume may continue from it
             self.save(name="best")
             self.output.info(f"new best checkpoint after iteration {done}: {self.progress.best_score:.4g}")
         self.session.call_back("on_iteration", self.progress, row)
@@ -247,7 +246,7 @@ class Trainer:
             self.session.call_back("on_validation", self.progress, measures)
 
     def validate(self) -> dict[str, float]:
-        """Measure the validation prompts if due; the best must not have eval rewards that fell below the start."""
+        """Evaluate the validation prompts if due; for "best", no eval reward may have fallen since the start."""
         ctx, section, progress = self.ctx, self.config.evaluation, self.progress
         done, started = progress.iteration, time.monotonic()
         due = section.every and (done % section.every == 0 or done == self.iterations)
@@ -258,7 +257,7 @@ class Trainer:
         measures = dict(evaluation.measures)
         measures[SCORE] = measures.pop(TOTAL)
         score = measures[section.best_by]
-        if fell := fallen(progress.notes["watched"].get("validation", {}), watched_values(ctx, evaluation)):
+        if fell := fallen(progress.notes["watched"].get("validation", {}), eval_reward_values(ctx, evaluation)):
             self.output.info(
                 f"validation after iteration {done}: {join_names(fell)} fell below the start: not the best"
             )
@@ -267,14 +266,14 @@ class Trainer:
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
         progress = progress._replace(seconds=seconds, early_stopping=waited._asdict(), unvalidated=None)
         score = broadcast(float(score))
-        # Without a single reward it is NaN, which no later one would exceed, and of what may not be the best too.
+        # NaN without any reward, and for an iteration that may not be the best; no later value would exceed it.
         if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
             progress = progress._replace(best_score=score, best_iteration=done)
         self.progress = progress
         return {f"validation/{name}": value for name, value in measures.items()}
 
     def finish(self) -> Record:
-        """Save `final`, measure the held-out prompts, and write policy, summary and report."""
+        """Save `final`, evaluate the held-out prompts, and write policy, summary and report."""
         ctx, progress, directory, variables = self.ctx, self.progress, self.output.directory, self.state.variables
         self.save(name="final")
         failure = nothing_judged(progress, self.config.run_dir)
@@ -298,7 +297,7 @@ class Trainer:
         self.session.save(self.progress, saved_parts(self.state), name=name, wait=wait)
 
     def stopped(self) -> Record:
-        """Say how a run that was stopped goes on."""
+        """Log how to resume a stopped run."""
         return self.session.stopped(self.progress.iteration if self._begun else 0)
 
     @contextmanager
@@ -308,12 +307,12 @@ class Trainer:
             yield
         except (Stopped, StageError, StopRun) as error:
             if process_count() > 1 and isinstance(error, StageError) and _is_own_failure(error):
-                raise  # the others may be in the middle of it: they do not save
+                raise  # other processes may be inside this stage and cannot save
             if self._begun:
                 self.save(wait=True)
             if isinstance(error, Stopped):
                 raise
-            # Interrupted SFT is saved too; without anything saved the folder does not stay.
+            # Interrupted SFT is saved too; if nothing is saved, the folder is removed.
             resumable = self.output.directory.holds_checkpoint() or self.config.resume
             hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
             hint += "" if resumable else "; --debug shows the traceback"
@@ -332,18 +331,18 @@ class Trainer:
         return nothing_learned(int(self.state.skipped), updates, self.progress, self.config.run_dir)
 
     def _save_and_call_back(self) -> None:
-        """Save a checkpoint of the loop; in the background unless a callback waits for it."""
+        """Save a checkpoint of the loop, in the background unless a callback waits for it."""
         self.save(wait=self.session.callbacks.on_checkpoint is not None)
         self.session.call_back("on_checkpoint", self.progress, {})
 
 
 def _is_own_failure(error: StageError) -> bool:
-    """Return whether the policy failed in this process, and not a judge or an input, which all processes know."""
+    """Return whether the policy failed in this process; all processes know failures of judges and inputs."""
     return error.stage == "sample" and not isinstance(error.__cause__, UserError)
 
 
 def train_blocks(session: Session, blocks: Blocks) -> Record:
-    """Train a task that brings its own compiled blocks of iterations: it has neither prompts nor judges."""
+    """Train a task with its own compiled blocks of iterations, without prompts or judges."""
     config, output, state = session.config, session.output, blocks.start
     iterations, every = config.training.iterations, config.training.save_every
     if progress := session.resumed({}, iterations):

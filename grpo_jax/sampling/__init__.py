@@ -1,1 +1,1 @@
-"""How completions are drawn."""
+"""Sampling of completions."""

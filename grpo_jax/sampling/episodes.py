@@ -1,7 +1,7 @@
-"""Completions in turns: an environment's answer is read into each completion's own cache, and the policy writes on.
+"""Multi-turn completions: each observation is prefilled into the completion's own cache, and decoding continues.
 
-The prompt's keys and values stay shared by its group from the first turn to the last. A turn's first token follows
-from one pass over the whole answer, of whatever length (`Policy.extend`).
+The group shares the prompt's keys and values in all turns. A turn's first token needs one forward pass over the whole
+observation (`Policy.extend`).
 """
 
 from collections.abc import Callable
@@ -37,24 +37,24 @@ from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Carried(NamedTuple):
-    """State that a turn leaves to the next, on the device; P may include rows of padding."""
+    """State that one turn carries to the next, on the device; P may include padding rows."""
 
     prefix: Prefix  # the prompts
-    cache: Cache  # of each completion without its last token
+    cache: Cache  # KV cache of each completion without its last token
     last: jax.Array  # i32 [P, G], that token
-    spoke: jax.Array  # bool [P, G], false where a completion wrote nothing in this turn
+    spoke: jax.Array  # bool [P, G], false if a completion has no token in this turn
 
 
 class EpisodeSampler(NamedTuple):
-    """The functions that write completions turn by turn.
+    """The functions that sample completions turn by turn.
 
     Attributes:
-        begin: (variables, prompt_tokens [P, L], prompt_mask, keys [P], pictures=None) -> (Samples, Carried), the first
-            turn; arguments as `sampler.make_sampler` says.
-        go_on: (variables, carried, tokens i32 [P, G, A], mask bool [P, G, A], keys [P], active bool [P, G],
-            pictures=None) -> (Samples, Carried), the next turn: what was said to each completion after its last token,
-            padded on the right, with `PictureStates` [P, G, I, ..] where pictures are among it. Completions that are
-            not active write nothing, and may not become active again. Keys differ from turn to turn.
+        begin: The first turn, (variables, prompt_tokens [P, L], prompt_mask, keys [P], pictures=None) -> (Samples,
+            Carried); arguments as for `sampler.make_sampler`.
+        go_on: The next turn, (variables, carried, tokens i32 [P, G, A], mask bool [P, G, A], keys [P],
+            active bool [P, G], pictures=None) -> (Samples, Carried). `tokens` are the right-padded observations, and
+            `pictures` are their `PictureStates` [P, G, I, ..], if any. Inactive completions get no tokens, and never
+            become active again. Each turn needs new keys.
     """
 
     begin: Callable[..., tuple[Samples, Carried]]
@@ -70,9 +70,9 @@ def make_episode_sampler(
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
 ) -> EpisodeSampler:
-    """Make the functions that write episodes.
+    """Make the functions that sample episodes.
 
-    Arguments are as of `make_sampler`; `max_new_tokens` is the length of a turn, which `eos_ids` and `stops` end.
+    Arguments are those of `make_sampler`; `max_new_tokens` is the length of a turn, which `eos_ids` and `stops` end.
     """
     alike = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)

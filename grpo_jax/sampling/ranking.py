@@ -1,10 +1,10 @@
-"""Rank the texts of a catalogue for each prompt by the policy's exact log-probabilities.
+"""Rank a catalogue's texts for each prompt by the policy's exact log-probabilities.
 
-Each node of the tree is decoded once, not each text. The tree must fit into a cache: the widest level holds keys and
-values of P · n whole paths. Where only one text is left, its further tokens are certain and are not decoded.
+Each node of the trie is decoded once, not each text. The trie must fit into a KV cache: its widest level holds keys and
+values of P · n whole paths. Once only one text remains, its further tokens are certain and are not decoded.
 
-Axes: P prompts, K texts, I numbers of texts, n nodes of a level that go on, e edges below them; of a stage S levels, N
-nodes and E edges, the most of any of them.
+Axes: P prompts, K texts, I text indices, n inner nodes of a level, e edges below them. A stage has S levels, padded to
+N nodes and E edges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_jax.models.attention import Cache, of_paths
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
 
-# Most numbers, and most prompts, that a ranking holds at once.
+# Limits of the numbers, and of the prompts, that a ranking holds at once.
 _MOST_NUMBERS = 2**25
 _MOST_PROMPTS = 256
 
@@ -30,18 +30,18 @@ _MOST_PROMPTS = 256
 class Ranking(NamedTuple):
     """All texts for each prompt, best first."""
 
-    texts: Array  # int32 [P, K], numbers of texts of the tree
+    texts: Array  # int32 [P, K], indices of the trie's texts
     scores: Array  # float32 [P, K], their log-probabilities
 
 
 def make_ranker(policy: Policy, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
-    """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts of a bounded memory."""
+    """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts of bounded memory."""
     levels = levels_of(trie)
     rank_some = over_buckets(_by_scores(make_scores(policy, levels), text_count(trie)), policy, pad_id, depth_of(trie))
     most = max(1, min(_MOST_PROMPTS, _MOST_NUMBERS // numbers_of(policy, levels)))
 
     def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
-        keys = jax.random.split(jax.random.key(0), len(prompt_tokens))  # nothing is drawn
+        keys = jax.random.split(jax.random.key(0), len(prompt_tokens))  # unused: ranking samples nothing
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, depth_of(trie))
         parts = []
         for start in range(0, len(keys), most):
@@ -57,23 +57,23 @@ def _by_scores(score: Callable[..., jax.Array], count: int) -> Callable[..., Ran
     @jax.jit
     def rank(variables, prompts, mask, keys, real, pictures) -> Ranking:
         scores = score(variables, prompts, mask, pictures)
-        order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]  # numbers that are no text come last
+        order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]  # unused indices come last
         return Ranking(order.astype(jnp.int32), jnp.take_along_axis(scores, order, axis=1))
 
     return rank
 
 
 class Level(NamedTuple):
-    """The edges between two levels of a tree, on the host."""
+    """The edges between two levels of a trie, on the host."""
 
-    parent: np.ndarray  # int [e], which of the level's n nodes an edge starts from
+    parent: np.ndarray  # int [e], index of each edge's start among the level's n nodes
     token: np.ndarray  # int [e]
-    texts: np.ndarray  # int [e], the only text below an edge; -1 where there are several and it goes on
-    inner: np.ndarray  # int [n'], the edges that go on: the nodes of the next level
+    texts: np.ndarray  # int [e], the only text below an edge; -1 if there are several
+    inner: np.ndarray  # int [n'], the edges with several texts below: the nodes of the next level
 
 
 def levels_of(trie: Trie) -> list[Level]:
-    """A tree from the root down, each branch as far as its texts differ."""
+    """Return the levels of a trie from the root, each branch until only one text remains."""
     first, token, text = (np.asarray(x) for x in (trie.first, trie.token, trie.text))
     only = _only_texts(first, text)
     nodes = np.zeros(1, int)
@@ -89,33 +89,33 @@ def levels_of(trie: Trie) -> list[Level]:
 
 
 def _only_texts(first: np.ndarray, text: np.ndarray) -> np.ndarray:
-    """The one text at or below each node, int [n]; -1 if there are several."""
+    """Return the only text at or below each node, int [n]; -1 if there are several."""
     only = text.copy()
-    for node in reversed(np.flatnonzero(np.diff(first) == 1).tolist()):  # children are numbered behind their parents
+    for node in reversed(np.flatnonzero(np.diff(first) == 1).tolist()):  # children have higher numbers than parents
         only[node] = only[first[node] + 1]
     return only
 
 
 class Stage(NamedTuple):
-    """Levels of a similar width behind the first, filled up to one shape so that a loop goes through them."""
+    """Levels of similar width after the first, padded to one shape so that a loop can run over them."""
 
-    origin: np.ndarray  # int [S, N], of each node of a level its parent among the nodes of the level before
-    written: np.ndarray  # int [S, N], the token that led to it
-    parent: np.ndarray  # int [S, E], which node an edge starts from; N for what fills up
+    origin: np.ndarray  # int [S, N], each node's parent among the nodes of the previous level
+    written: np.ndarray  # int [S, N], the token that leads to the node
+    parent: np.ndarray  # int [S, E], the node that an edge starts from; N for padding
     token: np.ndarray  # int [S, E]
-    # int [S, E], the text that an edge leads to; the number of all texts where it goes on, or fills up
+    # int [S, E], the text that an edge leads to; the number of texts for inner edges and padding
     texts: np.ndarray
-    inner: np.ndarray  # int [S, N], the edges that go on
-    depth: int  # tokens that a path has behind the last of them
+    inner: np.ndarray  # int [S, N], the inner edges
+    depth: int  # tokens of a path after the last level
 
     @property
     def nodes(self) -> int:
-        """N."""
+        """Return N."""
         return self.origin.shape[1]
 
 
 def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
-    """Group the levels behind the first into few stages: a program for each level would take minutes to compile."""
+    """Group the levels after the first into few stages: one program per level would compile for minutes."""
     stages, start = [], 1
     while start < len(levels):
         end = next((d for d in range(start, len(levels)) if _width(levels[d]) != _width(levels[start])), len(levels))
@@ -125,13 +125,13 @@ def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
 
 
 def _width(level: Level) -> int:
-    """Group levels that lie within a factor of four; 0 for all narrow ones."""
+    """Return the group of a level, whose widths are within a factor of four; 0 for all narrow levels."""
     return max(len(level.token).bit_length() // 2 - 3, 0)
 
 
 def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
     here, before = levels[start:end], levels[start - 1 : end - 1]
-    # The nodes before the first level are among them: its own find their paths there.
+    # Include the nodes of the level before, so that the first level finds its paths.
     nodes = max(len(level.inner) for level in levels[max(start - 2, 0) : end])
     edges = max(len(level.token) for level in here)
 
@@ -150,7 +150,7 @@ def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
 
 
 def numbers_of(policy: Policy, levels: list[Level]) -> int:
-    """Numbers that `make_scores` holds for a prompt: first logits, or keys and values of its widest stage."""
+    """Return the numbers that `make_scores` holds per prompt: first logits, or the widest stage's keys and values."""
 
     def of_paths(stage: Stage) -> int:
         cache = jax.eval_shape(lambda: policy.init_cache(1, stage.nodes, stage.depth))
@@ -160,11 +160,11 @@ def numbers_of(policy: Policy, levels: list[Level]) -> int:
 
 
 def make_scores(policy: Policy, levels: list[Level]) -> Callable[..., jax.Array]:
-    """Make score(variables, prompts, mask, pictures) -> float32 [P, I], to be called inside of a compiled function.
+    """Make score(variables, prompts, mask, pictures) -> float32 [P, I], to call inside a compiled function.
 
-        score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
+        score(text) = Σ_t log p(token_t | prompt, previous tokens), p over the children of the trie's node
 
-    The scores' exponentials sum to 1 for each prompt; a number that is no text of the tree has -inf.
+    The exponentials of a prompt's scores sum to 1; an index without a text has -inf.
     """
     numbers = 1 + max(int(level.texts.max()) for level in levels)
     root = levels[0]
@@ -200,7 +200,7 @@ def make_scores(policy: Policy, levels: list[Level]) -> Callable[..., jax.Array]
 
 
 def _of_node(logits: jax.Array, parent: Array, nodes: int) -> jax.Array:
-    """Log-probabilities of edges [P, E] among those of their node."""
+    """Return the log-probabilities of edges [P, E], normalised within their node."""
     rows = logits.T
     largest = jax.ops.segment_max(rows, parent, nodes)
     mass = jax.ops.segment_sum(jnp.exp(rows - largest[parent]), parent, nodes)

@@ -1,8 +1,8 @@
-"""Completions: prefill each prompt once, then decode its G completions against that shared prefix.
+"""Sampling: prefill each prompt once, then decode its G completions with that shared prefix.
 
-A step of decoding costs a pass over the weights (`Policy.unstack` lays them apart once), the prompts' keys and values
-once for their group, the filled part of the cache, and one draw. A policy is known by its functions (`prefill`,
-`unstack`, `decode_step`, `init_cache`, `head`, `logits`): anything that offers them can be sampled.
+A decoding step reads the weights, each prompt's keys and values once per group, and the filled part of the cache. Then
+it draws one token. `Policy.unstack` separates the layers once. Any object with the policy's functions (`prefill`,
+`unstack`, `decode_step`, `init_cache`, `head`, `logits`) can be sampled.
 
 Axes: P prompts, G completions of a prompt, L prompt tokens, T completion tokens, D model width, V vocabulary; R is a
 row, one (prompt, completion) pair.
@@ -34,10 +34,10 @@ Array = jax.Array | np.ndarray
 START = 0
 """The state of a text without a token among stop strings; tokenizers may write a text's first token otherwise."""
 
-# A step is compiled once more for each size of the cache and for half of the prompts: only where that pays.
-_CACHE_STEP = 64  # tokens that are worth another size
-_CACHE_SIZES = 4  # sizes at most
-_HALVING = 32  # tokens above which completions end at times that differ enough
+# Each cache size, and half of the prompts, needs another compilation of the step, so only long completions use them.
+_CACHE_STEP = 64  # tokens per cache size
+_CACHE_SIZES = 4  # maximum number of sizes
+_HALVING = 32  # tokens above which the lengths of completions differ enough
 
 
 class Samples(NamedTuple):
@@ -45,14 +45,15 @@ class Samples(NamedTuple):
 
     Attributes:
         tokens: int32 [P, G, T], `pad_id` after the end.
-        mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
+        mask: bool [P, G, T], true for tokens of the completion, including EOS.
         logprobs: float32 [P, G, T] under the policy; 0 after the end.
-        sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
-        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
-        present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
-            what was said to it in between. None if the policy wrote all of it.
-        turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
-        kept: int32 [P, G, T, top_k], the tokens each was drawn among (`Choice.kept`), -1 after the end; or None.
+        sampler_logprobs: float32 [P, G, T] under the sampling distribution; 0 after the end.
+        truncated: bool [P, G], true if neither EOS nor a stop string came within T tokens.
+        present: bool [P, G, T] of an episode, true for the policy's tokens (`mask`) and for observations. None if all
+            tokens are the policy's.
+        turn: int32 [P, G, T] of an episode, the turn of each token from 0; an observation has the turn before it. Or
+            None.
+        kept: int32 [P, G, T, top_k], the candidates of each draw (`Choice.kept`), -1 after the end; or None.
     """
 
     tokens: Array
@@ -66,7 +67,7 @@ class Samples(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Allowed tokens and ends of a completion, as `make_sampler` takes them."""
+    """Allowed tokens and stopping conditions of a completion, as arguments of `make_sampler`."""
 
     eos_ids: tuple[int, ...]
     pad_id: int
@@ -76,7 +77,7 @@ class Ends(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """State of the decoding loop; every array begins with the axis of prompts."""
+    """State of the decoding loop; every array has the axis of prompts first."""
 
     step: jax.Array
     prefix: Prefix
@@ -88,13 +89,13 @@ class Loop(NamedTuple):
     mask: jax.Array
     logprobs: jax.Array
     sampler_logprobs: jax.Array
-    place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
-    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without
-    kept: jax.Array | None = None  # int32 [P, G, T, top_k], the tokens that each was drawn among; None unless asked for
+    place: jax.Array | None = None  # int32 [P, G], state of the stop-string automaton; None without stop strings
+    node: jax.Array | None = None  # int32 [P, G], node in the trie; None without one
+    kept: jax.Array | None = None  # int32 [P, G, T, top_k], the candidates of each draw; None without keep_mask
 
     @property
     def samples(self) -> Samples:
-        """The completions so far."""
+        """Return the completions so far."""
         ended = {"truncated": ~self.done, "kept": self.kept}
         return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, **ended)
 
@@ -102,11 +103,11 @@ class Loop(NamedTuple):
 class PromptBatch(NamedTuple):
     """A bucket of prompts."""
 
-    tokens: jax.Array  # int32 [P, L], padded on the left
+    tokens: jax.Array  # int32 [P, L], left-padded
     mask: jax.Array  # bool [P, L]
     keys: jax.Array  # typed PRNG keys [P]
-    real: jax.Array  # bool [P], false for rows added as padding
-    pictures: PictureStates | None  # what the vision tower made of the prompts' pictures
+    real: jax.Array  # bool [P], false for padding rows
+    pictures: PictureStates | None  # the vision tower's output for the prompts' pictures
 
 
 def make_sampler(
@@ -119,31 +120,31 @@ def make_sampler(
     stops: np.ndarray | None = None,
     trie: Trie | None = None,
 ) -> Callable[..., Samples]:
-    """Make the function that writes completions.
+    """Make the function that samples completions.
 
-    It is compiled once per bucket of shapes (P and L are rounded up by `bucket_size`, T is fixed) and stops as soon
-    as every completion has ended. Random numbers of completion g at step t come from fold_in(fold_in(keys[p], g), t):
-    they do not depend on the other prompts of the batch.
+    It is compiled once per bucket of shapes: `bucket_size` rounds P and L up, T is fixed. It stops as soon as every
+    completion has ended. Random numbers of completion g at step t come from fold_in(fold_in(keys[p], g), t). They do
+    not depend on the other prompts of the batch.
 
     Args:
-        policy: Of `load_policy` or `Policy`, or anything with its functions.
+        policy: A `Policy`, for example from `load_policy`, or any object with its functions.
         params: Group size, length and distribution.
         eos_ids: Tokens that end a completion; may be empty.
-        pad_id: Token that fills prompts on the left and completions after their end.
-        allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
+        pad_id: Token that pads prompts on the left and completions after their end.
+        allowed_tokens: bool [V], the tokens that may be generated; None for every token.
         stops: Stop strings as int32 [S, V] of `samplers.stop_table`, which end a completion with the token that
             completes one of them; None for none.
-        trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
-            policy's distribution is that over the children of its node (`core.trie`). None for any text.
+        trie: Constrains each completion to one of its texts, in place of `allowed_tokens` and `stops`. The policy's
+            distribution at each token is then over the children of its node (`core.trie`). None for no constraint.
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
-        (left-padded; on the host, or they are fetched), typed PRNG keys [P], one per prompt, and `PictureStates`
-        [P, I, ..] of the prompts' pictures. It raises ValueError for prompts that are empty, not left-padded or too
-        long for the policy's positions, and for keys of another kind.
+        (left-padded, preferably on the host), typed PRNG keys [P], one per prompt, and `PictureStates` [P, I, ..] of
+        the prompts' pictures. It raises ValueError for prompts that are empty, not left-padded or too long for the
+        policy's positions, and for keys of another type.
     """
     ends = make_ends(eos_ids, pad_id, allowed_tokens)
-    table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
+    table = None if stops is None else jnp.asarray(stops)  # an argument, not a constant in every program
 
     @Jitted
     def write(stops: jax.Array | None, trie: Trie | None, variables: Variables, *prompts: PyTree) -> Samples:
@@ -166,24 +167,24 @@ def generate(
     seed: int = 0,
     **params: Any,
 ) -> list[list[str]]:
-    """Write completions of prompts as texts, by the policy's chat template if there is one.
+    """Generate completions of prompts as strings, with the policy's chat template if there is one.
 
     A second call with the same settings and numbers of prompts and tokens compiles nothing.
 
     Args:
-        prompts: P texts.
-        completions: G of each.
-        max_new_tokens: Tokens after which a completion is cut.
+        prompts: P strings.
+        completions: G, completions per prompt.
+        max_new_tokens: Maximum tokens of a completion.
         temperature: Divides the logits; 0 takes the most likely token.
-        seed: Of the random numbers; those of a completion depend on it and on its prompt's place alone.
+        seed: Seed of the random numbers; a completion's depend only on it and on the prompt's position.
         **params: Other fields of `SamplingParams`, such as top_p.
 
     Returns:
-        Texts `[P][G]`, special tokens left out.
+        Strings `[P][G]` without special tokens.
 
     Raises:
         TypeError: There is no such field.
-        ValueError: `prompts` is one text, there are none, or a field is out of range.
+        ValueError: `prompts` is a single string, there are none, or a field is out of range.
         UserError: A prompt cannot be encoded.
     """
     if isinstance(prompts, str) or not prompts:
@@ -195,9 +196,9 @@ def generate(
 
 
 def bucket_size(n: int, smallest: int = 1) -> int:
-    """Round n up to a multiple of `smallest`, a power of two, with never more than four sizes per doubling.
+    """Round n up to a multiple of `smallest`, a power of two, with at most four sizes per doubling.
 
-    A size depends on n alone, never on earlier calls, so that a resumed run computes in the same shapes.
+    A size depends only on n, never on earlier calls, so a resumed run computes in the same shapes.
 
     >>> [bucket_size(n) for n in (3, 8, 9, 17)], bucket_size(70, smallest=8)
     ([3, 8, 10, 20], 80)
@@ -207,7 +208,7 @@ def bucket_size(n: int, smallest: int = 1) -> int:
 
 
 def shares_of(policy: Policy) -> int:
-    """Return the number of parts that prompts are shared out in."""
+    """Return the number of shards of the prompts."""
     mesh = getattr(policy, "mesh", None)
     return 1 if mesh is None else mesh.shape[FSDP]
 
@@ -230,10 +231,10 @@ def over_buckets(write: Callable[..., Written], policy: Policy, pad_id: int, len
 def checked_prompts(
     policy: Policy, prompt_tokens: ArrayLike, prompt_mask: ArrayLike, keys: jax.Array, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts and their mask on the host, int32 and bool [P, L]; ValueError as of `make_sampler`."""
+    """Return prompts and their mask on the host, int32 and bool [P, L]; ValueError as in `make_sampler`."""
     tokens = np.asarray(prompt_tokens, np.int32)
     mask = np.asarray(prompt_mask, bool)
-    # Other generators than threefry draw numbers that depend on the other rows.
+    # With generators other than threefry, a row's numbers depend on the other rows.
     padded_left = mask.shape == tokens.shape and mask[:, -1].all() and not (mask[:, :-1] & ~mask[:, 1:]).any()
     if not padded_left or "fry" not in str(keys.dtype) or keys.shape != tokens.shape[:1]:
         raise ValueError(
@@ -253,9 +254,9 @@ def checked_prompts(
 def pad_to_bucket(
     tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, pad_id: int, *, shares: int = 1
 ) -> tuple[np.ndarray, np.ndarray, jax.Array, np.ndarray]:
-    """Left-pad L and repeat the last prompt until both are bucket sizes, and P a multiple of `shares`.
+    """Left-pad L and repeat the last prompt until both are bucket sizes, and P is a multiple of `shares`.
 
-    Also give the mask of real rows.
+    The last result is the mask of real rows.
     """
     rows, length = tokens.shape
     more_rows = -(-bucket_size(rows) // shares) * shares - rows
@@ -269,12 +270,12 @@ def pad_to_bucket(
 
 
 def pad_rows(tree: PyTree, rows: int) -> PyTree:
-    """Repeat the last row of arrays [P, ..] until there are so many; None stays None."""
+    """Repeat the last row of arrays [P, ..] up to `rows` rows; None stays None."""
     return jax.tree.map(lambda x: jnp.take(x, np.minimum(np.arange(rows), len(x) - 1), axis=0), tree)
 
 
 def make_ends(eos_ids: tuple[int, ...], pad_id: int, allowed_tokens: ArrayLike | None) -> Ends:
-    """Ends of any text, with the allowed tokens as bool [V] on the host."""
+    """Make the ends of free-form completions, with the allowed tokens as bool [V] on the host."""
     allowed = None if allowed_tokens is None else np.asarray(allowed_tokens)
     return Ends(tuple(int(i) for i in eos_ids), int(pad_id), allowed)
 
@@ -286,7 +287,7 @@ def write_completions(
     variables: Variables,
     batch: PromptBatch,
 ) -> Loop:
-    """The compiled part, once per bucket of shapes."""
+    """Run the compiled part of sampling, once per bucket of shapes."""
     prompts, prompt_mask, keys, real, pictures = batch
     rows = len(prompts)
     group = params.group_size
@@ -298,7 +299,7 @@ def write_completions(
     loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache)
     if params.keep_mask:
         loop = loop._replace(kept=jnp.full((rows, group, length, params.top_k), -1, jnp.int32))
-    # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
+    # All G first tokens come from the prompt's last hidden state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))
     for size in sizes:
         loop = loop._replace(cache=move(loop.cache, policy.init_cache(rows, group, size)))
@@ -314,7 +315,7 @@ def begin(
     ends: Ends,
     cache: Cache,
 ) -> Loop:
-    """The state before the first token, for keys [P, G]; completions that are `done`, [P] or [P, G], cost no step."""
+    """Return the state before the first token, for keys [P, G]; `done` completions [P] or [P, G] need no step."""
     slab = (*keys.shape, length)
     return Loop(
         step=jnp.int32(0),
@@ -333,7 +334,7 @@ def begin(
 
 
 def group_keys(keys: jax.Array, group: int) -> jax.Array:
-    """Keys [P, G] of completions from the prompts' keys [P]."""
+    """Derive the completions' keys [P, G] from the prompts' keys [P]."""
     return jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
 
 
@@ -342,7 +343,7 @@ def _unfinished(loop: Loop) -> jax.Array:
 
 
 def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Loop:
-    """Step until so many tokens are written or all have ended; `halve` leaves out half of the prompts once it has."""
+    """Step until `until` tokens or all ends; with `halve`, drop half of the prompts once half have ended."""
     if not halve:
         return _run(step, loop, until, 0)
     half = loop.done.shape[0] // 2
@@ -354,7 +355,7 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Lo
 
 
 def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
-    """Step while more than so many prompts go on; what is carried of the cache has no axes of one (`write_cache`)."""
+    """Step while more than `more_than` prompts continue; the carried cache has no axes of size 1 (`write_cache`)."""
 
     def slim(loop: Loop) -> Loop:
         return loop._replace(cache=jax.tree.map(jnp.squeeze, loop.cache))
@@ -369,12 +370,12 @@ def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_
 
 
 def halves(rows: int, length: int, ends: Ends) -> bool:
-    """Whether half of the prompts may go on alone."""
+    """Return whether half of the prompts may continue alone."""
     return (bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None) and rows > 1 and length > _HALVING
 
 
 def cache_sizes(length: int) -> list[int]:
-    """Sizes the cache grows through until it holds `length` tokens; attention reads all of the current one.
+    """Return the cache's sizes up to `length` tokens; attention reads the whole current size.
 
     >>> cache_sizes(40), cache_sizes(200)
     ([40], [56, 112, 168, 200])
@@ -386,7 +387,7 @@ def cache_sizes(length: int) -> list[int]:
 
 
 def move(cache: PyTree, larger: PyTree) -> PyTree:
-    """Copy a cache to the beginning of a larger one."""
+    """Copy a cache to the start of a larger one."""
     return jax.tree.map(lambda part, room: lax.dynamic_update_slice(room, part, (0,) * part.ndim), cache, larger)
 
 
@@ -396,15 +397,15 @@ class Writer(NamedTuple):
     step: Callable[[Loop], Loop]  # decodes the last tokens and records the next
     # (loop, logits float32 [V, R]) -> the loop with a token chosen for every row
     record: Callable[[Loop, jax.Array], Loop]
-    logits: Callable[[jax.Array], jax.Array]  # float32 [V, R] of states [R, D]
-    unstacked: Variables  # the variables as `decode_step` takes them
+    logits: Callable[[jax.Array], jax.Array]  # float32 [V, R] of hidden states [R, D]
+    unstacked: Variables  # the variables for `decode_step`
 
 
 def make_writer(
     policy: Policy, params: SamplingParams, ends: Ends, variables: Variables, dtype: jax.typing.DTypeLike
 ) -> Writer:
-    """A sampler's parts for these variables; `dtype` is that of the states."""
-    # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
+    """Make a sampler's parts for these variables; `dtype` is that of the hidden states."""
+    # Convert and unstack here: in the loop it would be a pass over the weights for every token.
     head = policy.head(variables).astype(dtype)
     unstacked = policy.unstack(variables)
     stops = ends.stops

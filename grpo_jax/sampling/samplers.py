@@ -1,4 +1,4 @@
-"""The samplers that a config names, and their restrictions: listed texts and stop strings."""
+"""The samplers of a config, and their constraints: choices and stop strings."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Sampler = Callable[..., Samples] | EpisodeSampler
 
 
 class Samplers(NamedTuple):
-    """The samplers of a run: a group's in training; in evaluation a greedy one, and k sampled.
+    """The samplers of a run: of groups in training; greedy and k sampled completions in evaluation.
 
-    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s. Where a task lists its texts,
-    `rank` orders them, as of `ranking.make_ranker`; None elsewhere.
+    They are functions of `make_sampler`, or `EpisodeSampler`s in multi-turn tasks. `rank` ranks a task's choices
+    (`ranking.make_ranker`); None without choices.
     """
 
     training: Sampler
@@ -40,7 +40,7 @@ class Samplers(NamedTuple):
 
 
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
-    """Parameters of a config's section; greedy ones (temperature 0) need no restriction."""
+    """Return the sampling parameters of a config's section; greedy ones (temperature 0) have no top-k, top-p, min-p."""
     restrict: dict[str, Any] = {}
     if temperature:
         restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
@@ -49,7 +49,7 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
-    """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
+    """Return the section for an evaluation's sampled completions: k per prompt, one by one, else as in training."""
     temperature = evaluation.temperature or section.temperature
     return section.replace(group_size=max(evaluation.samples, 1), temperature=temperature, sampling_mask="none")
 
@@ -61,10 +61,9 @@ def make_samplers(
     allowed: np.ndarray | None,
     trie: Trie | None = None,
 ) -> Samplers:
-    """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
+    """Make the samplers of training and evaluation; results of a mesh are gathered for the host.
 
-    `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them.
+    `allowed` bool [V] are the tokens that may be generated, None for every token; `trie` holds the task's choices.
     """
     ends = named_ends(section, policy.folder, allowed)
     rank = None
@@ -93,7 +92,7 @@ def make_samplers(
 
 
 def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None) -> dict[str, PyTree]:
-    """Keyword arguments of `make_sampler` on allowed tokens and ends."""
+    """Return the keyword arguments of `make_sampler` for allowed tokens and ends."""
     return {
         "eos_ids": loaded.eos_ids,
         "pad_id": loaded.pad_id,
@@ -103,10 +102,10 @@ def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarr
 
 
 def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
-    """The `stop_table` of sampling.stop for a vocabulary of V; None without any.
+    """Return the `stop_table` of sampling.stop for a vocabulary of V; None without stop strings.
 
-    UserError if a stop string holds a special token, which no text shows, or the tokenizer's texts are not those
-    of its tokens one after another.
+    UserError if a stop string contains a special token, which decoding skips. UserError too if the tokenizer's text
+    is not the concatenation of its tokens.
     """
     if not stops:
         return None
@@ -134,12 +133,12 @@ def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool
 
 
 def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
-    """Encode a text as a completion, up to the token that ends it.
+    """Encode a text as a completion, including the EOS token.
 
-    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of
-    `eos_ids` where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no mark,
-    such as a line's end, ends it, for the sampler would stop there. With `gap` a space comes before it: behind plain
-    text a word starts with its space, behind a chat template's mark it does not.
+    EOS is the tokenizer's own, which closes a turn of its chat template. If `eos_ids` lack it, EOS is the first of
+    them. Special tokens in the text stay text (`plain_tokens`). An ordinary token among `eos_ids`, such as a
+    newline, ends the completion, since the sampler would stop there. `gap` adds a leading space, which words need
+    after plain text but not after a special token.
     """
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[0]
     ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
@@ -148,11 +147,11 @@ def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:
-    """Stop strings as an automaton over tokens: the state that each leads to, int32 [S, V], from `START`.
+    """Compile stop strings to an automaton over tokens: next states int32 [S, V], from `START`.
 
-    Over bytes it is that of Aho and Corasick (1975): a state is the longest beginning of a stop string that the text
-    ends with. A token is several steps of it at once. The state S, which has no row, is reached by the token that
-    completes a stop string.
+    Over bytes it is the Aho-Corasick automaton (1975): a state is the longest prefix of a stop string that is a suffix
+    of the text. A token makes several byte steps at once. The token that completes a stop string leads to state S,
+    which has no row.
 
     Args:
         stops: The stop strings.
@@ -161,14 +160,14 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
     """
     moves, complete = _byte_moves([stop.encode() for stop in stops])
     ended = len(complete)
-    moves = np.vstack([np.where(complete[moves], ended, moves), np.full(256, ended)])  # what follows changes nothing
+    moves = np.vstack([np.where(complete[moves], ended, moves), np.full(256, ended)])  # `ended` is absorbing
     begun, going = _token_moves(moves, np.zeros(1, int), first), _token_moves(moves, np.arange(ended), later)
     begun[:, [not piece for piece in first]] = START - 1  # the text is still empty
-    return np.concatenate([begun, going]).astype(np.int32) + 1  # a row for START before those of the bytes' states
+    return np.concatenate([begun, going]).astype(np.int32) + 1  # START's row precedes those of the byte states
 
 
 def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton over bytes: next state int [S, 256], and bool [S], true if a stop string has just ended."""
+    """Return the automaton over bytes: next state int [S, 256], and bool [S], true if a stop string has just ended."""
     children: list[dict[int, int]] = [{}]
     complete = [False]
     for stop in stops:
@@ -182,7 +181,7 @@ def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         complete[state] = True
     moves, shorter = np.zeros((len(children), 256), int), [0] * len(children)
     waiting = [0]
-    for state in waiting:  # breadth first: the state of a shorter ending is complete before it is asked
+    for state in waiting:  # breadth first: states of shorter suffixes are complete before their use
         if state:
             moves[state] = moves[shorter[state]]
         for byte, child in children[state].items():
@@ -194,7 +193,7 @@ def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
-    """The state that each token leads to from each state: int [states, V]."""
+    """Return the next state for each state and token: int [states, V]."""
     flat, reached = moves.T.ravel(), np.repeat(states[None], len(pieces), axis=0)
     lengths = np.array([len(piece) for piece in pieces])
     for place in range(lengths.max(initial=0)):
@@ -204,15 +203,15 @@ def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes])
     return reached.T
 
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by itself, in SentencePiece's way
-_CHECKS = 16  # random texts that must come out as their tokens say
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte token of SentencePiece
+_CHECKS = 16  # random token sequences whose decoding is checked
 _CHECKED = 24  # tokens of each
 
 
 class Pieces(NamedTuple):
     """Bytes by token id, V of each; special tokens and ids without a token add nothing.
 
-    `first` are those of a token that begins a text, `later` of a token behind others.
+    `first` are those of a token that begins a text, `later` those of any other token.
     """
 
     first: list[bytes]
@@ -220,11 +219,10 @@ class Pieces(NamedTuple):
 
 
 def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
-    """Bytes that tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
+    """Return the bytes that tokens add to decoded text (skip_special_tokens, no clean-up of spaces).
 
-    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
-    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after
-    another.
+    Tokens of a byte-level tokenizer, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
+    model's, which may exceed the tokenizer's. None if the tokenizer's text is not the concatenation of its tokens.
     """
     special = special_ids(tokenizer)
     size = min(len(tokenizer), vocab_size)
@@ -241,7 +239,7 @@ def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
             pieces.first[token] = pieces.later[token] = piece
     else:
         _read_pieces(tokenizer, ordinary, names, pieces)
-    # Bytes that are no character together come out as decoders like, each in its own way.
+    # Decoders differ for bytes that are not valid UTF-8 together.
     whole = ordinary if byte_level else [token for token in ordinary if not _BYTE.fullmatch(names[token])]
     return pieces if whole and _holds(tokenizer, whole, pieces) else None
 
@@ -258,7 +256,7 @@ def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[
 
 
 def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> bool:
-    """Whether random texts are the pieces of their tokens, one after another."""
+    """Return whether random token sequences decode to the concatenation of their pieces."""
     random = np.random.default_rng(0)
     for _ in range(_CHECKS):
         tokens = random.choice(np.asarray(ordinary), _CHECKED).tolist()
@@ -273,7 +271,7 @@ def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """Return the byte for each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""One token per row from its logits: temperature, restrictions, and a draw in two levels.
+"""Choice of one token per row from its logits: temperature, top-k, top-p, min-p, and a two-level draw.
 
-Two distributions meet here. The *policy's* is softmax(logits / temperature) over the allowed tokens: it is
-the one that is trained. The *sampler's* is the one tokens are drawn from: the policy's restricted by top-k, top-p
-and min-p. Axes: V vocabulary, R rows, one for each completion that is being written.
+There are two distributions. The *policy's* is softmax(logits / temperature) over the allowed tokens: training uses
+it. The *sampler's* is the policy's restricted by top-k, top-p and min-p: tokens are drawn from it. Axes: V vocabulary,
+R rows, one per active completion.
 """
 
 import math
@@ -14,22 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_BLOCK = 128  # tokens in a block of the two-level draw: between 64 and 256 is fastest for V from 4k to 152k
+_BLOCK = 128  # tokens per block of the two-level draw: 64 to 256 is fastest for V from 4k to 152k
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn. Hashable: each distinct value compiles its own sampler.
+    """Sampling parameters. Hashable: each distinct value compiles its own sampler.
 
     Attributes:
         group_size: G, completions per prompt.
-        max_new_tokens: T, tokens after which a completion is cut.
+        max_new_tokens: T, maximum tokens of a completion.
         temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at temperature 1).
         top_k: Draw among the k most likely tokens; 0 for all.
-        top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as likely
-            as the last of them come along); 1 for all.
+        top_p: Draw among the fewest most likely tokens with this share of the probability mass after top-k, including
+            ties with the last one; 1 for all.
         min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
-        keep_mask: Tell which tokens were drawn among; with top_k alone, whose number bounds them.
+        keep_mask: Also return the candidates of each draw; needs top_k, which bounds their number.
     """
 
     group_size: int
@@ -41,7 +41,7 @@ class SamplingParams:
     keep_mask: bool = False
 
     def __post_init__(self):
-        """Raise a ValueError that names the field for values outside their range."""
+        """Raise a ValueError that names a field outside its range."""
         rules = {
             "group_size": (self.group_size >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
@@ -60,14 +60,14 @@ class SamplingParams:
 
     @property
     def restricted(self) -> bool:
-        """Whether top-k, top-p or min-p is in use; then the policy's log-probability has a mass of its own."""
+        """Return whether top-k, top-p or min-p is in use; policy and sampler log-probabilities then differ."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Choice(NamedTuple):
     """A token per row, int32 [R], and its log-probabilities under policy and sampler, float32 [R].
 
-    `kept`, int32 [R, top_k], are the tokens it was drawn among, -1 for those that fell out; None unless asked for.
+    `kept`, int32 [R, top_k], are the candidates of the draw, -1 for excluded ones; None without keep_mask.
     """
 
     tokens: jax.Array
@@ -85,11 +85,11 @@ def choose_tokens(
     """Draw one token per row.
 
     Args:
-        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product of
-            few rows then reads them as they lie, in two thirds of the time on a CPU.
-        keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
-        params: Temperature and restrictions; top-k comes first, then top-p on the rest, then min-p.
-        allowed_tokens: bool [V] or, row by row, bool [V, R]: tokens that exist at all; None for every token.
+        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product with
+            few rows then needs no transposition, which takes a third less time on CPU.
+        keys: Typed PRNG keys [R], one per row: a row's token depends only on its own logits and key.
+        params: Temperature and restrictions; top-k applies first, then top-p on the rest, then min-p.
+        allowed_tokens: bool [V], or bool [V, R] per row: the tokens that may be chosen; None for every token.
     """
     logits = logits.astype(jnp.float32)
     if allowed_tokens is not None:
@@ -121,7 +121,7 @@ def _take(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [k, R] in descending order; excluded logits become -inf."""
+    """Apply top-p and min-p to logits [k, R] in descending order; excluded logits become -inf."""
     if params.top_p < 1:
         probs = jax.nn.softmax(values, axis=0)
         values = jnp.where(jnp.cumsum(probs, axis=0) - probs < params.top_p, values, -jnp.inf)
@@ -129,7 +129,7 @@ def _restrict_sorted(values: jax.Array, params: SamplingParams) -> jax.Array:
 
 
 def _restrict(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """Top-p and min-p on logits [V, R] in any order; excluded logits become -inf."""
+    """Apply top-p and min-p to logits [V, R] in any order; excluded logits become -inf."""
     if params.top_p < 1:
         probs = jnp.exp(logits - jnp.max(logits, axis=0))
         logits = jnp.where(probs >= _nucleus_threshold(probs, params.top_p), logits, -jnp.inf)
@@ -143,11 +143,11 @@ def _apply_min_p(logits: jax.Array, min_p: float) -> jax.Array:
 
 
 def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
-    """Largest threshold [R] at or above which the entries of probs [V, R], at most 1, hold top_p of the mass.
+    """Return the largest threshold [R] such that the entries of probs [V, R] at or above it hold top_p of the mass.
 
-    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand for: 30
-    passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. The mass left out is
-    compared: near top_p = 1 it is the smaller sum, and so the more exact one.
+    The bit patterns of non-negative float32 numbers have the order of the numbers, so 30 bisection steps find the
+    exact threshold. That costs a fiftieth of sorting a vocabulary. The comparison uses the excluded mass, which is
+    the smaller and so the more exact sum near top_p = 1. Entries are at most 1.
     """
     spare = (1 - top_p) * jnp.sum(probs, axis=0)
 
@@ -158,7 +158,7 @@ def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
         holds = jnp.sum(jnp.where(probs < threshold, probs, 0.0), axis=0) <= spare
         return jnp.where(holds, middle, enough), jnp.where(holds, too_few, middle)
 
-    above_one = int(np.float32(1).view(np.int32)) + 1  # < 2**30, so 30 halvings leave an interval of one
+    above_one = int(np.float32(1).view(np.int32)) + 1  # < 2**30, so 30 halvings leave one candidate
     bounds = (jnp.zeros_like(spare, jnp.int32), jnp.full_like(spare, above_one, jnp.int32))
     return lax.bitcast_convert_type(lax.fori_loop(0, 30, halve, bounds)[0], jnp.float32)
 
@@ -166,8 +166,8 @@ def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
 def _draw(logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draw an index from softmax(logits) per row: [n, R], keys [R] → int32 [R] and the logsumexp [R].
 
-    In two levels, a block of tokens by its mass and then a token of the block: the same distribution as one
-    Gumbel per token, with n / 128 + 128 random numbers instead of n.
+    The draw has two levels: a block of tokens by its mass, then a token of the block. The distribution is that of one
+    Gumbel variable per token, with n / 128 + 128 random numbers instead of n.
     """
     n, rows = logits.shape
     blocks = -(-n // _BLOCK)

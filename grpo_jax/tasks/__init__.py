@@ -1,1 +1,1 @@
-"""Tasks of a policy, a module or folder for each. Nothing outside knows one by name."""
+"""Tasks of a policy, one module or folder each. No other package refers to a task by name."""

@@ -1,4 +1,4 @@
-"""The task of environments that are classes, which bring their prompts and rewards with them."""
+"""The task for environment classes, which supply prompts and rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
-_HELD_OUT = 64  # episodes that choose the best checkpoint, and as many that measure the run
+_HELD_OUT = 64  # episodes for validation, and as many for testing
 
 
 class Environment(Task):
@@ -38,7 +38,7 @@ class Environment(Task):
     }
 
     def check(self, config: Config) -> None:
-        """Refuse shares that are none, and prompts beside those of the environments."""
+        """Refuse invalid shares, and prompts besides those of the environments."""
         super().check(config)
         for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
             fits = isinstance(share, int | float) and 0 < share < math.inf
@@ -48,7 +48,7 @@ class Environment(Task):
             require(not given, f"data.{name}", "nothing: environments bring their own", given)
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Ask the environments for their prompts."""
+        """Get the prompts from the environments."""
         if setup.prompts is not None:
             raise UserError("prompts: expected none, environments bring their own")
         require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
@@ -70,7 +70,7 @@ class Environment(Task):
         )
 
     def _kinds(self, count: int) -> Sequence[int]:
-        """Return the environment of each episode, spread as evenly as the shares allow."""
+        """Return each episode's environment, distributed as evenly as the shares allow."""
         named = self.environment
         given = [*named.values()] if isinstance(named, dict) else [1.0] * (1 if isinstance(named, str) else len(named))
         shares = np.array(given)
@@ -88,10 +88,10 @@ def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
 
 
 def _rewards(runner: EnvRunner, kinds: Sequence[str]) -> TaskRewards:
-    """Return the reward of a step, and that of each kind of environment if there are several."""
+    """Return the reward of a step, and one for each kind of environment if there are several."""
     alone = {f"reward_{kind}": _of_kind(runner.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
     return TaskRewards(
-        {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), always_watched=tuple(alone)
+        {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), eval_always=tuple(alone)
     )
 
 

@@ -1,8 +1,8 @@
-"""Tasks with rendered texts: rewards of pictures and texts, judges, prompts, and the report's pictures.
+"""Tasks with a renderer: rewards of pictures and texts, judges, prompts, and the report's pictures.
 
-Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures)
-and ``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the
-scorer's device. Every picture is scored against the **user's** prompt: a rewrite cannot make its own task easier.
+Rewards get the user's ``prompts``, the rendered ``completions``, and their pictures ``images``. ``baseline_images`` are
+those of the unchanged prompts from the same noise. Pictures are f32[P·G, 3, H, W] in [0, 1] on the scorer's device.
+Every picture is scored against the **user's** prompt, so a rewrite cannot make its own task easier.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
 
 
 def _values(array: object) -> np.ndarray:
-    """Return an array of any library as f64 on the host, NaN where NumPy masks it."""
+    """Convert an array of any library to f64 on the host, with NaN for masked NumPy values."""
     if (detach := getattr(array, "detach", None)) is not None:
         array = detach().cpu().double().numpy()
     return np.ma.filled(np.asanyarray(array, np.float64), np.nan)
@@ -54,7 +54,7 @@ def _values(array: object) -> np.ndarray:
 def alignment(
     prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
 ) -> np.ndarray:
-    """Similarity of the picture to the user's prompt: cos(image, prompt), in [-1, 1]."""
+    """Return the similarity of picture and user's prompt, cos(image, prompt), in [-1, 1]."""
     return _values(scorer.image_text(images, prompts))
 
 
@@ -67,10 +67,10 @@ def alignment_gain(
     scorer: Scorer,
     **columns: object,
 ) -> np.ndarray:
-    """Gain over the unchanged prompt's picture from the same noise, in [-2, 2].
+    """Return the gain over the unchanged prompt's picture from the same noise, in [-2, 2].
 
-    cos(image, prompt) - cos(baseline image, prompt). Inside a group the second term is a constant: as the only
-    objective it trains like `alignment`; as a figure and as a condition its 0 means something.
+    It is cos(image, prompt) - cos(baseline image, prompt). Within a group the second term is constant, so as the only
+    objective it trains like `alignment`. As a measure or a condition, 0 means no improvement.
     """
     after = _values(scorer.image_text(images, prompts))
     return after - _values(scorer.image_text(baseline_images, prompts))
@@ -78,9 +78,9 @@ def alignment_gain(
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Hinge on the rewrite's likeness to the prompt: min(0, cos(rewrite, prompt) - margin).
+    """Hinge on the similarity of rewrite and prompt: min(0, cos(rewrite, prompt) - margin).
 
-    Above `margin`, in [-1, 1], all rewrites are equally faithful, so it does not teach to copy the prompt.
+    Above `margin`, in [-1, 1], all rewrites are equally faithful, so copying the prompt is not rewarded.
     """
 
     margin: float = 0.8
@@ -95,9 +95,9 @@ class Faithfulness:
 
 @dataclass(frozen=True)
 class Length:
-    """Penalty for tokens beyond `target`, None for the text encoder's window: -max(0, tokens - target) / window.
+    """Penalty for tokens beyond `target` (None: the text encoder's window): -max(0, tokens - target) / window.
 
-    The renderer does not see text beyond the window, so rambling there costs nothing anywhere else.
+    The renderer does not see text beyond the window, so no other reward penalises rambling there.
     """
 
     target: int | None = None
@@ -108,7 +108,7 @@ class Length:
     def __call__(
         self, prompts: list[str], completions: list[str], *, renderer: Renderer, **columns: object
     ) -> np.ndarray:
-        """Return 0 within the target, then a linear penalty; a UserError for a target beyond the window."""
+        """Return 0 within the target, then a linear penalty; UserError for a target beyond the window."""
         window = renderer.window
         limit = window if self.target is None else int(self.target)
         if limit > window:
@@ -126,7 +126,7 @@ def questions(
     scorer: Answerer,
     **columns: object,
 ) -> list[float | None]:
-    """Mean P("Yes") of the row's own questions about the picture, in [0, 1]; None if a row has none.
+    """Return the mean P("Yes") of the row's questions about the picture, in [0, 1]; None if a row has none.
 
     It needs a judge that answers (`questions@vqa`); any other is a UserError.
     """
@@ -150,11 +150,11 @@ def soft_tifa(
     scorer: Answerer,
     **columns: object,
 ) -> list[float | None]:
-    """GenEval 2's Soft-TIFA (arXiv:2512.16853), in [0, 1]; None where a row has no questions.
+    """Compute GenEval 2's Soft-TIFA (arXiv:2512.16853), in [0, 1]; None if a row has no questions.
 
         (Π_q P(answer_q))^(1 / Q),  the geometric mean over the row's questions
 
-    `vqa_list` has pairs [question, answer], as GenEval 2's rows do. It needs a judge that answers (`soft_tifa@vqa`);
+    `vqa_list` has pairs [question, answer], as in GenEval 2's rows. It needs a judge that answers (`soft_tifa@vqa`);
     any other is a UserError.
     """
     if not hasattr(scorer, "begins"):
@@ -167,12 +167,12 @@ def soft_tifa(
 
 
 def _means_by_row(values: np.ndarray, rows: list[int], asked: Sequence[Sequence | None]) -> list[float | None]:
-    """Mean of the values, of which each belongs to a row; None if a row asks nothing."""
+    """Return the mean of each row's values; None if a row has no questions."""
     return [float(values[np.equal(rows, row)].mean()) if those else None for row, those in enumerate(asked)]
 
 
 def _spellings(answer: str) -> list[str]:
-    """How a reply may write an answer of one word: small or large, and a number as a digit."""
+    """Return the spellings of a one-word answer: lower or upper case, and a number also as a digit."""
     number = [str(_NUMBERS.index(answer.lower()))] if answer.lower() in _NUMBERS else []
     words = [answer, answer.lower(), answer.capitalize(), *number]
     return [*words, *(f" {word}" for word in words)]
@@ -188,9 +188,9 @@ def geneval(
     scorer: Scorer,
     **columns: Any,
 ) -> list[float | None]:
-    """Score of a picture by GenEval's rules, for its row's `include`, `exclude` and `tag`; None without them.
+    """Score a picture by GenEval's rules, with its row's `include`, `exclude` and `tag`; None without them.
 
-    `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
+    `judges.detector` is of kind object_detection; the scorer classifies colours (with `geneval@clip`, that judge).
     """
     others = {name: columns.get(name) or [None] * len(include) for name in ("exclude", "tag")}
     rows = zip(include, others["exclude"], others["tag"], strict=True)
@@ -205,9 +205,9 @@ def pixel_accuracy(
     requested: list[Mapping[str, Any]],
     **columns: object,
 ) -> np.ndarray:
-    """Share of the requested attributes that a checker finds in the pixels, without a network, in [0, 1].
+    """Return the share of requested attributes that a checker without a network finds in the pixels, in [0, 1].
 
-    Of several objects 1 if all is as requested, and else 0.
+    For several objects, it is 1 if all are as requested, else 0.
     """
     world = "scenes" if requested and "objects" in requested[0] else "world"
     checker = own_package("bridges", f"miniature.{world}").pixel_accuracy
@@ -269,7 +269,7 @@ class PictureTask(Task):
 
 
 def picture_data(config: Config, prompts: PromptSet, defaults: Sequence[RewardSection]) -> TaskData:
-    """Return prompts, rewards and renderer of a task whose texts are drawn; the judges come later."""
+    """Return prompts, rewards and renderer of a task with pictures; judges are loaded later."""
     return TaskData(
         prompts,
         TaskRewards(REWARDS, defaults=defaults),
@@ -283,7 +283,7 @@ Make = Callable[[str, int], Iterable[Mapping[str, Any]]]
 
 
 def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyType({})) -> PromptSet:
-    """Return the prompts that data.prompts names: those of the miniature's worlds, of a maker, or of files."""
+    """Return the prompts of data.prompts: those of the miniature's worlds, of a maker, or of files."""
     name, worlds = config.data.prompts, {MINIATURE: "world", SCENES: "scenes"}
     if name not in worlds and name not in makers:
         require(bool(name), "data.prompts", "a .jsonl or .txt file, or builtin", name)
@@ -299,8 +299,8 @@ def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyTyp
 class RenderedImages(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
-    `images` is None if drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
-    from the same noise, repeated for each completion, is None if no reward asks for them.
+    `images` is None if rendering failed and on_judge_error is "missing". `baseline_images` are those of the unchanged
+    prompts from the same noise, repeated for each completion; None if no reward needs them.
     """
 
     images: Tensor | None
@@ -310,7 +310,7 @@ class RenderedImages(NamedTuple):
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:
     """Return render(rows, texts `[P][G]`, iteration, evaluation) → RenderedImages.
 
-    Pictures are on the device of the judge "scorer", if there is one; `baselines` draws the unchanged prompts too.
+    Pictures are on the device of the judge "scorer", if there is one; `baselines` also renders the unchanged prompts.
     """
     renderer: Renderer = judges["renderer"]
     device = judges.get("scorer", renderer).device

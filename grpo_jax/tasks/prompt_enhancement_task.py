@@ -41,16 +41,16 @@ class PromptEnhancement(PictureTask):
 
 
 def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:
-    """Return built-in and compositional prompts in turn: of however many are measured, half are of each list."""
+    """Alternate built-in and compositional prompts, so that any number of them has half from each list."""
     rows = getattr(load_prompts("builtin", held_out=held_out), split)
     plain = [{"prompt": row.prompt, **row.columns} for row in rows]
     return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]
 
 
 def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
-    """Return records with `prompt`, `questions` (a list of texts) and `kind`, of all kinds in turn, always the same.
+    """Return fixed records with `prompt`, `questions` (a list of strings) and `kind`, alternating between kinds.
 
-    They are those of `scripts/compositional.py`, which "train", "validation" and "test" share out.
+    They come from `scripts/compositional.py`, divided into "train", "validation" and "test".
     """
     text = resources.files("grpo_jax.tasks").joinpath("compositional_prompts.jsonl").read_text(encoding="utf-8")
     records = [record for line in text.splitlines() if (record := json.loads(line)).pop("split") == split]

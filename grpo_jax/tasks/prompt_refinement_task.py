@@ -45,7 +45,7 @@ class PromptRefinement(PictureTask):
     The last two are controls."""
 
     def check(self, config: Config) -> None:
-        """Refuse settings that no picture task has, and a single turn."""
+        """Refuse settings without effect in picture tasks, and a single turn."""
         super().check(config)
         require(config.sampling.turns >= 2, "sampling.turns", "at least 2, to see its picture", config.sampling.turns)
         require(config.data.form == "rewrite", "data.form", "'rewrite'", config.data.form)
@@ -64,9 +64,9 @@ class PromptRefinement(PictureTask):
 
 
 def make_step(instruction: str, shown: Shown) -> Env:
-    """Return step(rows, episodes) → the picture just drawn and the instruction, "{prompt}" in it filled in.
+    """Return step(rows, episodes) → the latest picture and the instruction, with the prompt for "{prompt}".
 
-    `shown` is the picture "drawn" last, "none", or that of an "other" prompt (`others`).
+    `shown` selects the picture "drawn" last, "none", or that of an "other" prompt (`others`).
     """
 
     def step(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation]:
@@ -82,7 +82,7 @@ def make_step(instruction: str, shown: Shown) -> Env:
 
 
 def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """Return for each row the picture of the next other prompt, cyclically; None if there is none."""
+    """Return for each row the picture of the next row with another prompt, cyclically; None if there is none."""
     following = []
     for index, row in enumerate(rows):
         after = (other % len(rows) for other in range(index + 1, index + len(rows)))
@@ -91,7 +91,7 @@ def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[n
 
 
 def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
-    """Return the best text for each row; a renderer that draws something else turns that text into its own."""
+    """Return the best text for each row; a renderer that changes pictures converts that text."""
     oracle = getattr(config.judges["renderer"], "oracle", None)
     best = oracle_column(rows)
     if oracle is None or not best:

@@ -1,8 +1,7 @@
-"""Prompt enhancement: how the policy is asked, and how its answer becomes a prompt.
+"""Prompt enhancement: the instruction for the policy, and the parser of its completion.
 
-*rewrite* asks a chat policy for a better prompt and reads its answer; *append* lets the policy continue the user's
-prompt token by token, and the prompt with its continuation is rendered. An answer that cannot be used never reaches
-the renderer: the user's prompt does.
+*rewrite* asks a chat policy for a better prompt and parses its answer. *append* lets the policy continue the user's
+prompt, and renders the prompt with its continuation. If an answer is invalid, the user's prompt is rendered instead.
 """
 
 from __future__ import annotations
@@ -107,14 +106,14 @@ _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`",
 
 
 def parse_rewrite(text: str, form: Form, prompt: str) -> ParsedCompletion:
-    """Read the prompt to render from a completion.
+    """Parse the prompt to render from a completion.
 
-    In "rewrite" an answer is read as chat models write them. Thinking goes; a code fence, a JSON object's prompt or a
-    line labelled "Prompt:" is the answer, if there is one. Of what is left, remarks ("Sure! Here is …:", "I've added
-    …"), headings, labels, list marks, bold marks and enclosing quotes go; the first line that is left is the prompt,
-    with those that a comma joins to it. A negative prompt is left out: a renderer has one for all pictures. In
-    "append": the prompt and the first line of its continuation. Without a letter or digit, or with a refusal, the
-    result is the user's `prompt`, and not `valid`.
+    "rewrite" parses a chat model's answer. It drops reasoning, then takes a code fence, a JSON object's prompt or a
+    line labelled "Prompt:", if there is one. It removes remarks ("Sure! Here is …:", "I've added …"), headings, labels,
+    list marks, bold marks and enclosing quotes. The first remaining line is the prompt, with lines that a comma joins
+    to it. Negative prompts are dropped, since a renderer has one for all pictures. "append" returns the prompt and the
+    first line of its continuation. Without a letter or digit, or for a refusal, the result is the user's `prompt`, and
+    not `valid`.
     """
     if form == "append":
         return continued(text, prompt)
@@ -127,14 +126,14 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> ParsedCompletion:
 
 
 def _without_thinking(text: str) -> str:
-    """Drop thinking; a block that never closes leaves nothing."""
+    """Drop reasoning; an unclosed block leaves nothing."""
     text = text.replace("<thinking>", "<think>").replace("</thinking>", "</think>")
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def _content(text: str) -> str:
-    """Return the first code fence that says something, a JSON object's prompt or the inside of tags; else all."""
+    """Return the first non-empty code fence, a JSON object's prompt or the contents of tags; else all."""
     text = next(filter(_has_words, _FENCE.findall(text)), text)
     members = _MEMBER.findall(text) if "{" in text else []
     if members:
@@ -143,7 +142,7 @@ def _content(text: str) -> str:
         value = next(iter(prompts or [value for _, value in positive]), "")
         try:
             return str(json.loads(f'"{value}"', strict=False))
-        except ValueError:  # cut off within an escape
+        except ValueError:  # truncated within an escape
             return value
     return _TAG.sub("\n", text)
 
@@ -155,7 +154,7 @@ def _bare(line: str) -> str:
 
 
 def _answer(lines: list[str]) -> str:
-    """Return the first line that is no remark, with its continuation; after the label "Prompt:" if there is one."""
+    """Return the first line that is not a remark, with its continuation; after the label "Prompt:" if there is one."""
     labels = [_LABEL.match(line) for line in lines]
     labelled = [place for place, label in enumerate(labels) if label and "prompt" in label[0].lower()]
     answer = heading = ""
@@ -192,7 +191,7 @@ def _announced(line: str) -> str:
 
 
 def _clean(line: str) -> str:
-    """Drop list marks, labels and quotes, as often as there are any."""
+    """Drop list marks, labels and quotes repeatedly."""
     while True:
         cleaned = _unquote(_LABEL.sub("", _BULLET.sub("", " ".join(line.split()))))
         if cleaned == line:
@@ -201,7 +200,7 @@ def _clean(line: str) -> str:
 
 
 def _unquote(line: str) -> str:
-    """Drop quotes around all of it, or an opening one that was never closed (a truncated answer)."""
+    """Drop enclosing quotes, or an unclosed opening quote (of a truncated answer)."""
     if not line or line[0] not in _QUOTES:
         return line
     opening, closing = line[0], _QUOTES[line[0]]
@@ -209,7 +208,7 @@ def _unquote(line: str) -> str:
     if closing not in inner:
         return line if opening == "*" else inner
     end = inner.index(closing)
-    # An apostrophe is no closing quote: 'a dog's life'.
+    # An apostrophe is not a closing quote: 'a dog's life'.
     if closing in "'’" and end < len(inner) - 1:
         end = inner.rindex(closing) if opening not in inner[:end] and inner[end + 1].isalpha() else end
     rest = inner[end + 1 :].strip()

@@ -1,8 +1,8 @@
 """The protocol of a task: its section of the config, and its data or blocks.
 
-A task derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line each below them. The `load` of
-a task of language returns its `TaskData`: prompts, rewards, and what belongs to them. That of any other task returns
-`Blocks`, compiled iterations.
+A task derives from `Task`. Its fields are its config (`--task.FIELD`), each with a docstring as help. The `load` of a
+language task returns `TaskData`: prompts, rewards and related data. The `load` of any other task returns `Blocks`,
+compiled iterations.
 
     class Countdown(Task):
         \"""Reach a number with the four operations.\"""
@@ -50,11 +50,11 @@ Notes = dict[str, Any]
 
 
 class Choices(NamedTuple):
-    """The texts of which each completion is one: a catalogue that the policy ranks by its own likelihood.
+    """The allowed completions: a catalogue that the policy ranks by its own likelihood.
 
     Attributes:
-        texts: As `Task.choices` returns them; those that are the same tokens count as the first.
-        columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
+        texts: Result of `Task.choices`; of texts with the same tokens, the first counts.
+        columns: (rows, indices int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
             of each row's ranking, for rewards and measures.
     """
 
@@ -63,7 +63,7 @@ class Choices(NamedTuple):
 
 
 class TaskSetup(NamedTuple):
-    """Arguments of `Task.load`: the run's config, rows in place of data.prompts or None, and `Info`."""
+    """Arguments of `Task.load`: the run's config, rows that replace data.prompts or None, and `Info`."""
 
     config: Any
     prompts: PromptSet | None
@@ -71,21 +71,22 @@ class TaskSetup(NamedTuple):
 
 
 def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the column "oracle" as the best text there is, where every row has one."""
+    """Return the column "oracle" as the best possible texts, if every row has one."""
     if not rows or any(row.columns.get("oracle") is None for row in rows):
         return {}
     return {"oracle": [row.columns["oracle"] for row in rows]}
 
 
 class TurnEnvironment(NamedTuple):
-    """The environment that answers the policy between its turns (sampling.turns).
+    """The environment between the policy's turns (sampling.turns).
 
     Attributes:
-        step: (rows, episodes) → an `Observation` of each, a text, or None if the episode is done; None
-            for a task in which the policy writes once.
-        controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
-        shows_pictures: Whether observations hold pictures that no prompt has: the policy then needs its vision tower.
-        role: Whose message of the chat template an observation is.
+        step: (rows, episodes) → for each an `Observation`, a string, or None if the episode is done; None for a
+            single-turn task.
+        controls: Control environments by name, which replace it for the measures NAME_CONTROL of held-out prompts.
+        shows_pictures: Whether observations have pictures although prompts have none; the policy then needs its vision
+            tower.
+        role: The chat-template role of an observation.
     """
 
     step: Env | None = None
@@ -95,7 +96,7 @@ class TurnEnvironment(NamedTuple):
 
 
 def decode_picture(value: object) -> object:
-    """Return the picture of a PNG in base64; anything but text as it is. ValueError if it is none."""
+    """Decode a base64 PNG; return anything but a string unchanged. ValueError if it is not a picture."""
     if not isinstance(value, str):
         return value
     from PIL import Image
@@ -103,7 +104,7 @@ def decode_picture(value: object) -> object:
     try:
         file = io.BytesIO(base64.b64decode(value, validate=True))
         return np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))
-    except Exception as error:  # Pillow raises many kinds, for a picture that is too large too
+    except Exception as error:  # Pillow raises many types, also for a picture that is too large
         raise ValueError("expected a PNG in base64") from error
 
 
@@ -114,7 +115,7 @@ Picture = Annotated[np.ndarray, BeforeValidator(decode_picture)]
 class Curve(NamedTuple):
     """A metric, by its key in metrics.jsonl, over the iterations, with its label in the legend.
 
-    A sparse one is measured now and then rather than at each iteration, and is drawn with dots.
+    A sparse metric is not measured at each iteration, and is drawn with dots.
     """
 
     metric: str
@@ -131,14 +132,14 @@ class Chart(NamedTuple):
 
 
 class Display(NamedTuple):
-    """How a task's measures are shown.
+    """Display settings of a task's measures.
 
     Attributes:
-        headline: Measures that lead the report, the first that there is.
-        live: (metric, label) on the terminal while a run goes on, beside those of all tasks.
-        charts: Before all others, which leave their metrics out.
+        headline: Measures for the headline of the report; the first available one is used.
+        live: (metric, label) on the terminal during a run, beside those of all tasks.
+        charts: The first charts; later charts omit their metrics.
         hidden: Measures that no chart shows.
-        digits: Digits behind the point by measure, without its "@…"; 3 for others.
+        digits: Decimals by measure, without its "@…"; 3 for others.
     """
 
     headline: tuple[str, ...] = ()
@@ -148,12 +149,12 @@ class Display(NamedTuple):
     digits: Mapping[str, int] = {}
 
     def digits_of(self, measure: str) -> int:
-        """Return the digits behind the point of a measure."""
+        """Return the decimals of a measure."""
         return self.digits.get(measure.partition("@")[0], 3)
 
 
 class Table(NamedTuple):
-    """Rows under column names; the note stands above."""
+    """Rows under column names, with a note above."""
 
     title: str
     columns: Sequence[str]
@@ -162,7 +163,7 @@ class Table(NamedTuple):
 
 
 class GalleryEntry(NamedTuple):
-    """One prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's own."""
+    """A prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's pictures."""
 
     prompt: str
     completion: str
@@ -173,13 +174,13 @@ class GalleryEntry(NamedTuple):
 
 
 class ShownTurn(NamedTuple):
-    """A turn of an episode that is shown, with its parsed completion.
+    """A turn of a shown episode, with its parsed completion.
 
     Attributes:
-        scores: Rewards and watched measures by name, NaN where missing.
-        image: The picture drawn of it, uint8 [H, W, 3], or None.
+        scores: Rewards and eval rewards by name, NaN if missing.
+        image: The rendered picture, uint8 [H, W, 3], or None.
         observation: The environment's text; None if the episode ended.
-        pictures: The observation's, uint8 [H, W, 3].
+        pictures: The observation's pictures, uint8 [H, W, 3].
     """
 
     completion: str
@@ -190,7 +191,7 @@ class ShownTurn(NamedTuple):
 
 
 class EpisodeEntry(NamedTuple):
-    """An episode as it went, behind its prompt and the pictures of that, uint8 [H, W, 3]; with a title or without."""
+    """A shown episode: its prompt, the prompt's pictures uint8 [H, W, 3], its turns, and an optional title."""
 
     prompt: str
     turns: Sequence[ShownTurn]
@@ -199,12 +200,12 @@ class EpisodeEntry(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """A task's results of the held-out measurements, beside the means that every run reports.
+    """A task's further results of held-out evaluations, beside the means of every run.
 
     Attributes:
-        tables: For report.html.
-        lines: For the terminal.
-        records: Further entries of summary.json by name, such as "table"; empty ones are left out.
+        tables: Tables for report.html.
+        lines: Lines for the terminal.
+        records: Further entries of summary.json by name, such as "table"; empty ones are omitted.
     """
 
     tables: Sequence[Table] = ()
@@ -213,7 +214,7 @@ class Findings(NamedTuple):
 
     @property
     def entries(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The records that are not empty."""
+        """Return the non-empty records."""
         return {name: list(records) for name, records in self.records.items() if records}
 
 
@@ -221,9 +222,9 @@ _TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")
 
 
 def of_turns(name: str, names: Collection[str]) -> bool:
-    """Return whether a measure is one of another's turns, of these names.
+    """Return whether a measure belongs to another measure's turns, among these names.
 
-    Runs of several turns measure NAME_turn_1 of every NAME; without it NAME_gain is another reward's name.
+    Multi-turn runs measure NAME_turn_1 for every NAME; without it, NAME_gain is the name of another reward.
     """
     match = _TURN_MEASURE.fullmatch(name)
     return match is not None and match[1] in names and f"{match[1]}_turn_1" in names
@@ -233,8 +234,8 @@ class Vocabulary(NamedTuple):
     """The words of a new policy (policy.path "new").
 
     Attributes:
-        words: () → the words, frequent ones first.
-        vectors: Width → first embeddings of some of them, f32 [width] by word; None for random ones.
+        words: () → the words, most frequent first.
+        vectors: Width → initial embeddings of some words, f32 [width] by word; None for random ones.
     """
 
     words: Callable[[], Sequence[str]]
@@ -243,14 +244,14 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskReport:
-    """A run's results of the task beside its rewards.
+    """A task's results of a run, beside its rewards.
 
     Attributes:
-        references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
+        references: Rows → baseline texts to evaluate, by kind: "unchanged", "oracle".
         statistics: (rows, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch.
-        remember: (name, rollouts by kind) → data of a measurement for the findings; goes into checkpoints.
-        findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
-        columns: Columns of the rows that the report's table shows: {heading: column}.
+        remember: (name, rollouts by kind) → data of an evaluation for the findings; stored in checkpoints.
+        findings: (remembered, rows) → tables and lines at the end; kinds are in the order of evaluation.
+        columns: Columns of the rows for the report's table: {heading: column}.
     """
 
     references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
@@ -262,21 +263,21 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class TaskData:
-    """A loaded task of language: all but judges and policy, whose weights are loaded last.
+    """A loaded language task, without judges and policy, whose weights are loaded last.
 
     Attributes:
-        prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
-        rewards: The task's own.
-        source: Origin of the prompts, in a word; "" for the name in data.prompts.
-        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`,
-            iteration, evaluation) → pictures; None if nothing is drawn.
-        environment: Observations between two turns.
+        prompts: Rows for training, validation and testing.
+        rewards: The task's own rewards.
+        source: Origin of the prompts, in one word; "" for the name in data.prompts.
+        render: render(judges, names of the rewards' arguments) → the function (rows, texts `[P][G]`, iteration,
+            evaluation) → pictures; None without a renderer.
+        environment: The environment between two turns.
         report: Results beside the rewards.
-        pairs: () → (prompt, text) pairs that SFT teaches, the prompt a text or, with pictures, one of the
-            rows; of episodes (prompt, text, observation, text, …); None if there are none.
-        vocabulary: Of a new policy; None if there is none.
-        identity: Values that must stay the same when a run is resumed or evaluated, besides the config.
-        choices: The list of texts that may be written; None for any text.
+        pairs: () → (prompt, completion) pairs for SFT. The prompt is a string or, with pictures, a row. Episodes are
+            (prompt, completion, observation, completion, …). None without SFT data.
+        vocabulary: Vocabulary of a new policy; None if there is none.
+        identity: Values besides the config that must not change when a run is resumed or evaluated.
+        choices: The allowed completions; None for any text.
         invalid: Rewards of an invalid completion in training.
     """
 
@@ -298,9 +299,9 @@ class Task(Section):
 
     Attributes:
         config: Type of a run's config; its field `task` holds the task.
-        defaults: Values of a run's sections that differ from their own defaults, as a YAML file has them.
-        default_config: A shipped config that runs where no --config is given; None for the defaults.
-        display: How its measures are shown.
+        defaults: The task's defaults for the run's sections, as in a YAML file.
+        default_config: A shipped config to use without --config; None for the defaults.
+        display: Display settings of its measures.
     """
 
     config: ClassVar[type] = Config
@@ -309,29 +310,29 @@ class Task(Section):
     display: ClassVar[Display] = Display()
 
     def check(self, config: Config) -> None:
-        """Refuse settings that do not go together, such as functions in data.tools; called when a config is made.
+        """Refuse incompatible settings, such as functions in data.tools; called when a config is made.
 
         Raises:
-            UserError: Naming the field.
+            UserError: The message names the field.
         """
         tools = config.data.tool_names
         require(not tools, "data.tools", "JSON schemas with this task, which calls no functions", tools)
 
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
-        """Return the function (completion, user's prompt) → the text that is judged."""
+        """Return the parser (completion, user's prompt) → the text for the rewards."""
         return as_is
 
     def choices(self, config: Config) -> Sequence[str] | None:
-        """Return the texts that a completion may be, where the data have `choices`; None for any text.
+        """Return the allowed completions, if the data have `choices`; None for any text.
 
-        It serves questions to a trained policy. A UserError if data are missing or bad.
+        It is used to query a trained policy. UserError if data are missing or invalid.
         """
         return None
 
     def load(self, setup: TaskSetup) -> TaskData | Blocks:
-        """Load the task's data, but no weights; a UserError if they are missing or bad.
+        """Load the task's data, but no weights; UserError if they are missing or invalid.
 
-        A task that is not of language, which has a config type of its own, returns its compiled iterations.
+        A task without language, which has its own config type, returns its compiled iterations.
         """
         raise NotImplementedError
 
@@ -341,10 +342,10 @@ class Finished(NamedTuple):
 
     Attributes:
         summary: Entries of summary.json.
-        lines: For the terminal, below the measures.
-        tables: For report.html, the task's own first.
+        lines: Lines for the terminal, below the measures.
+        tables: Tables for report.html, the task's own first.
         gallery: Pairs of texts or pictures.
-        episodes: As they went.
+        episodes: Held-out episodes.
     """
 
     summary: dict[str, Any]
@@ -355,24 +356,24 @@ class Finished(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Compiled blocks of iterations of a task without prompts. All follows from seed and iteration."""
+    """Compiled blocks of iterations of a task without prompts. Everything depends only on seed and iteration."""
 
     start: State
     """The state at the start, a NamedTuple: its fields are the parts of every checkpoint."""
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:
-        """Measure the start: notes, seconds by stage, and a line to print."""
+        """Evaluate the start; return notes, seconds by stage, and a line to print."""
         ...
 
     def advance(
         self, state: State, iteration: int, notes: Notes
     ) -> tuple[State, list[dict[str, float]], dict[str, float], Notes]:
-        """Take the block after `iteration` iterations; return state, rows of metrics with "step", seconds, notes.
+        """Run the block after `iteration` iterations; return state, rows of metrics with "step", seconds, notes.
 
         The state is donated.
         """
         ...
 
     def finish(self, state: State, iteration: int, seconds: Mapping[str, float], notes: Notes) -> Finished:
-        """Measure the end."""
+        """Evaluate the end."""
         ...

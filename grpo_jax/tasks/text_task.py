@@ -1,4 +1,4 @@
-"""The task for your own prompts and rewards; completions are judged as they are."""
+"""The task for your own prompts and rewards; completions are judged unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Text(Task):
         require(not (self.environment and tools), "task.environment", "nothing with data.tools by name", tools)
 
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
-        """Return completions as they are; a continuation with its prompt."""
+        """Return the parser that keeps completions unchanged, or adds the prompt to a continuation."""
         return continued if config.data.form == "append" else as_is
 
     def load(self, setup: TaskSetup) -> TaskData:
@@ -63,7 +63,7 @@ class Text(Task):
         return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
 
     def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
-        """Load the prompts, each with its object's first text, or take the prompts from the objects."""
+        """Load the prompts, each followed by its object's first text, or get the prompts from the objects."""
         given, source = setup.prompts, ""
         if given is None and setup.config.data.prompts:
             given = prompts_of(setup.config.data)

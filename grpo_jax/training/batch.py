@@ -1,7 +1,7 @@
-"""A judged batch as an update takes it: trimmed, packed and placed on the host, once.
+"""Training batches: trimmed, packed and placed on the devices once.
 
-Short completions of a group share a row of W tokens, kept apart by attention (`forward_group`'s `steps`):
-log-probabilities and gradients are those of rows of their own.
+Short completions of a group share a row of W tokens. Attention keeps them apart (`forward_group`'s `steps`), so
+log-probabilities and gradients are those of separate rows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from grpo_jax.training.estimators import Objectives, estimate_advantages, estima
 SMALLEST = 16
 """Lengths are rounded up to multiples of this at least."""
 
-_MOST_ROWS = 0.85  # rows are shared where they are at most this share of the completions
+_MOST_ROWS = 0.85  # pack if at most this share of the rows remains
 
 
 Array = jax.Array | np.ndarray  # on the policy's devices, or still on the host
 
 
 class Packing(NamedTuple):
-    """Places of the tokens of P groups of G completions [T] in R rows of W for each prompt."""
+    """Positions of the tokens of P groups of G completions [T] in R rows of W for each prompt."""
 
-    source: Array  # i32 [P, R, W], which token g·T + t of its group a place holds; -1 for none
-    start: Array  # i32 [P, G], the place r·W + w of each completion's first token
+    source: Array  # i32 [P, R, W], index g·T + t of the token in its group; -1 for none
+    start: Array  # i32 [P, G], position r·W + w of each completion's first token
 
 
 def _rounded(number: int, limit: int, smallest: int = 1) -> int:
-    """Round up to a quarter, half, three quarters or all of `limit`: each new size compiles the update anew."""
+    """Round up to quarters of `limit`: each new size recompiles the update."""
     step = max(smallest, -(-limit // 4))
     return min(limit, -(-number // step) * step)
 
@@ -54,10 +54,10 @@ def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) 
 
 
 def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
-    """Share rows between a group's completions, longest first; None if that saves little.
+    """Pack a group's completions into shared rows, longest first; None if that saves little.
 
-    `mask` is bool [P, G, T], true for the first tokens of each completion; one without tokens takes no place. A
-    program for shared rows is worth compiling from T = `shortest` on. R is the same for all prompts.
+    `mask` is bool [P, G, T], true for the first tokens of each completion; empty completions take no space. Packing
+    is worth its compilation from T = `shortest` on. R is the same for all prompts.
     """
     mask = np.asarray(mask)
     prompts, group, width = mask.shape
@@ -98,7 +98,7 @@ def packed(tokens: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array, j
 
 
 def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
-    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 where the mask [P, G, T] is false."""
+    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 if the mask [P, G, T] is false."""
     steps = jnp.arange(mask.shape[-1], dtype=jnp.int32)
     place = jnp.where(mask, packing.start[..., None] + steps, 0).reshape(mask.shape[0], -1)
     gathered = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)
@@ -115,23 +115,23 @@ class Batch(NamedTuple):
         prompt_tokens: i32 [P, L], left-padded.
         prompt_mask: bool [P, L].
         tokens: i32 [P, G, T].
-        mask: bool [P, G, T], tokens the policy wrote and learns from, EOS included.
-        advantages: f32 [P, G], or [P, G, T] by token; None if they wait for the values or a teacher.
-        scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
-        old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that
-            sampled unless that was done ahead; None with one update per batch.
+        mask: bool [P, G, T], the policy's own tokens to train on, including EOS.
+        advantages: f32 [P, G], or [P, G, T] by token; None until values or a teacher's log-probabilities are known.
+        scores: f32 [P, G], the summed rewards for PPO's advantages, or None.
+        old_logprobs: f32 [P, G, T] of the policy before its first update with the batch; None with one update per
+            batch. Unless the batch was sampled ahead, this policy also sampled it.
         ref_logprobs: f32 [P, G, T] of the reference, or None without one.
-        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them, to compare with the trainer's.
-        sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
+        rollout_logprobs: f32 [P, G, T] of the policy, computed by the sampler, to compare with the trainer's.
+        sampler_logprobs: f32 [P, G, T] of the sampling distribution, or None without importance correction.
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], the targets of the values, or None.
-        packing: Rows that short completions share, or None for a row each.
-        pictures: Pictures of the prompts ("pictures" [P, I, ..]) and those that stand among the tokens ("observations"
+        packing: Shared rows of short completions, or None for one row each.
+        pictures: Pictures of the prompts ("pictures" [P, I, ..]) and of the observations ("observations"
             [P, G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
-        present: bool [P, G, T], all tokens that are read: of an episode also the observations. None for `mask`.
+        present: bool [P, G, T], all tokens in context, including an episode's observations. None for `mask`.
         turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
-        kept: i32 [P, G, T, K], the tokens that log-probabilities are renormalised over, -1 for none; or None for all.
+        kept: i32 [P, G, T, K], the tokens over which log-probabilities are renormalised, padded with -1; None for all.
     """
 
     prompt_tokens: jax.Array
@@ -155,7 +155,7 @@ class Batch(NamedTuple):
 
     @property
     def exists(self) -> jax.Array:
-        """bool [P, G, T], the tokens that are read."""
+        """Return the tokens in context, bool [P, G, T]."""
         return self.mask if self.present is None else self.present
 
     def read_by_policy(self) -> Batch:
@@ -165,7 +165,7 @@ class Batch(NamedTuple):
 
 
 def required(name: str, array: jax.Array | None) -> jax.Array:
-    """Return an array that must not be None here."""
+    """Return the array; it must not be None."""
     if array is None:
         raise ValueError(f"batch.{name}: expected an array, got None")
     return array
@@ -184,15 +184,15 @@ def make_batch(
 ) -> Batch:
     """Make the batch of an update, on the policy's devices, from arrays on the host.
 
-    Prompts and completions are cut to the longest of the batch. A prompt is read once for its group: it is left as it
-    is where cutting saves less than 1/16 of what the group reads, since each new length compiles the update anew.
-    Under zero_variance_groups "drop" and "resample" groups of zero variance are masked, and out of every statistic.
+    Prompts and completions are trimmed to the longest of the batch. Prompts stay untrimmed if that would save less
+    than 1/16 of the group's tokens: each new length recompiles the update, and a group reads its prompt only once.
+    With zero_variance_groups "drop" or "resample", groups of zero variance are masked and enter no statistic.
 
     Args:
         prompts: i32 [P, L] and bool [P, L], left-padded.
         informative: bool [P], the groups whose variance is not zero.
-        mesh: The policy's devices where they are several.
-        full: Cut and pack nothing: the shapes of `full_batch`.
+        mesh: The policy's devices, if there are several.
+        full: Neither trim nor pack: use the shapes of `full_batch`.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask
@@ -217,14 +217,14 @@ def make_batch(
     if samples.turn is not None:
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
         batch = batch._replace(present=present, turn=turn)
-    if samples.kept is not None:  # the distribution drawn from is the one that is trained
+    if samples.kept is not None:  # train the sampling distribution itself
         kept = np.moveaxis(trimmed(np.moveaxis(samples.kept, -1, 0), read), 0, -1)
         kept, drawn = jax.device_put((kept, sampler_logprobs), device)
         batch = batch._replace(kept=kept, rollout_logprobs=drawn)
     if algorithm.importance_cap:
         batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
     if algorithm.learns_values:
-        # A completion without a reward says nothing about its tokens: it takes no part.
+        # A completion without a reward has no training signal: mask it.
         scores = sum_rewards(rewards, weights=objectives.weights)
         batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
     elif algorithm.advantage == "opd":
@@ -237,9 +237,9 @@ def make_batch(
         batch = batch._replace(advantages=advantages)
     else:
         batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
-    if batch.present is not None:  # a completion that nothing is learned from is not read either
+    if batch.present is not None:  # do not read completions without training signal
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
-    # Among pictures a row holds one completion, and the tokens kept are those of a completion's own places.
+    # Completions with pictures or kept tokens are not packed: both are indexed by the completion's own positions.
     if "observations" not in shown and batch.kept is None and not full:
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
@@ -257,7 +257,7 @@ def full_batch(
     conditions: Sequence[Condition] = (),
     device: jax.Device | None = None,
 ) -> Batch:
-    """Return a batch of zeros: prompts (P, L), completions of the most tokens, and rewards of these weights."""
+    """Return a batch of zeros with prompts (P, L), completions of maximal length, and rewards of these weights."""
     sampling, algorithm, weights = config.sampling, config.algorithm, weights or {"": 1.0}
     shape = (prompts[0], sampling.group_size, sampling.stream_tokens)
     written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
@@ -275,7 +275,7 @@ def full_batch(
 
 
 def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
-    """Cut a batch into `count` equal parts along P, in an order drawn from `key`; groups stay whole."""
+    """Split a batch into `count` equal parts along P, in an order drawn from `key`; groups stay whole."""
     if count == 1:
         return [batch]
     prompts = batch.tokens.shape[0]
@@ -284,7 +284,7 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
 
 
 def minibatch_shapes(batch: Batch, count: int) -> Batch:
-    """Return the shapes of a minibatch, of arrays or their shapes."""
+    """Return the shapes of a minibatch, from arrays or from shapes."""
     return batch if count == 1 else jax.tree.map(lambda x: placed(x, x.sharding, len(x) // count), batch)
 
 

@@ -1,4 +1,4 @@
-"""From judged rewards to the advantages of the configured estimator, and metrics of their signal."""
+"""Advantages from judged rewards by the configured estimator, and metrics of their signal."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Invalid = Literal["worst", "missing", "prompt"]
 class Objectives(NamedTuple):
     """Objectives to maximise, with names [N] and weights [N]; NaN is missing.
 
-    `rewards` is f32 [P, G, N]: a completion's, an episode's last turn's, or an episode's return.
-    `returns` is f32 [P, G, U, N] from each turn on, where turns are compared by themselves; or None.
+    `rewards` is f32 [P, G, N]: a completion's reward, the reward of an episode's last turn, or an episode's return.
+    `returns` is f32 [P, G, U, N] from each turn on if each turn has its own advantage, else None.
     """
 
     rewards: jax.Array
@@ -61,9 +61,9 @@ def make_objectives(
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
     The penalty grows to 1 over `section.overlong_buffer` tokens (0: none) up to `max_new_tokens`. GDPO normalises it
-    like any objective, the other estimators add it to the sum, with `overlong_weight`. It is missing if every judged
-    reward of non-zero weight is. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are
-    missing or, with `fill`, by objective the lowest of the group's valid completions, if it has any.
+    like any objective, the other estimators add it to the sum, with `overlong_weight`. It is missing if all judged
+    rewards of non-zero weight are missing. `lengths` are i32 [P, G] tokens. `valid` is bool [P, G]; an invalid
+    completion's rewards follow `without_invalid`.
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())
@@ -80,9 +80,9 @@ def make_objectives(
 
 
 def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.Array:
-    """Replace rewards f32 [P, G, N] where `valid` [P, G] is false: by NaN, or with `fill` by their group's lowest.
+    """Replace rewards f32 [P, G, N] of invalid completions (`valid` [P, G]): by NaN, or with `fill` by the lowest.
 
-    The lowest is by objective, over the valid completions; NaN in a group without any.
+    The lowest is that of the group's valid completions, for each objective; NaN if there are none.
     """
     readable = valid[..., None] & ~jnp.isnan(rewards)
     lowest = jnp.where(readable, rewards, jnp.inf).min(axis=1, keepdims=True)
@@ -98,14 +98,14 @@ def make_turn_objectives(
     valid: np.ndarray | None = None,
     **options: Any,
 ) -> Objectives:
-    """`make_objectives` (with its `options`) of episodes: all it does holds in each turn by itself.
+    """Apply `make_objectives` (with its `options`) to each turn of episodes separately.
 
-    `judged` is f32 [P, G, U, N], NaN where missing and where a turn does not exist; `lengths` are i32 [P, G, U]
-    tokens, 0 for a turn that does not exist where there are several; `valid` bool [P, G, U] is true there.
+    `judged` is f32 [P, G, U, N], NaN if the reward or the turn is missing. `lengths` are i32 [P, G, U] tokens and
+    `valid` is bool [P, G, U]. If there are several turns, a missing turn has length 0 and is valid.
     """
     prompts, group, turns, _ = judged.shape
 
-    def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: a group's completions in one turn
+    def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: one group for each turn
         return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
 
     readable = None if valid is None else by_turn(valid)
@@ -121,13 +121,13 @@ def make_turn_objectives(
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:
-    """Weighted sums f32 [P, G]; `sum_rewards` fills the places of missing objectives, NaN if all are missing."""
+    """Return weighted sums f32 [P, G]; `sum_rewards` fills in missing objectives, NaN if all are missing."""
     total = np.asarray(objectives.rewards) @ np.array(objectives.weights, np.float32)
     return np.where(np.isnan(total), sum_rewards(objectives.rewards, weights=objectives.weights), total)
 
 
 def require_binary(objectives: Objectives) -> None:
-    """Raise StopRun for a weighted sum of rewards that is neither 0 nor 1 (nor missing), which MaxRL needs."""
+    """Raise StopRun unless each weighted sum of rewards is 0, 1 or missing, as MaxRL needs."""
     total = total_rewards(objectives)
     other = total[~np.isnan(total) & (total != 0) & (total != 1)]
     if other.size:
@@ -139,14 +139,14 @@ def require_binary(objectives: Objectives) -> None:
 
 @partial(jax.jit, static_argnames=("weights", "section"))
 def groups_that_vary(rewards: jax.Array, weights: tuple[float, ...], section: AlgorithmSection) -> jax.Array:
-    """bool [P], groups whose rewards vary: under GDPO in any objective, else in their sum."""
+    """Return the groups whose rewards vary, bool [P]: with GDPO in any objective, else in their sum."""
     if section.advantage == "gdpo":
         return groups_with_signal(rewards, weights=weights)
     return groups_with_signal(sum_rewards(rewards, weights=weights))
 
 
 def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.ndarray:
-    """bool [P], groups whose variance is not zero in any turn, as DAPO keeps (https://arxiv.org/abs/2503.14476)."""
+    """Return the groups with non-zero variance in some turn, bool [P]; DAPO keeps them (arXiv:2503.14476)."""
     rewards, returns = objectives.rewards, objectives.returns
     by_turn = [rewards] if returns is None else [returns[:, :, turn] for turn in range(returns.shape[2])]
     return np.any([groups_that_vary(one, objectives.weights, section) for one in by_turn], axis=0)
@@ -156,10 +156,10 @@ def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.
 def estimate_advantages(
     rewards: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
 ) -> jax.Array:
-    """Advantages f32 [P, G] of rewards f32 [P, G, N] (NaN: missing) by the configured group estimator.
+    """Compute advantages f32 [P, G] from rewards f32 [P, G, N] (NaN: missing) by the configured group estimator.
 
-    "gdpo" normalises each objective in its group before summing; the others work on the weighted sum. The scaling of
-    "grpo" is its preset's (Dr.GRPO: none) unless the config gives one.
+    "gdpo" normalises each objective in its group before summing; the others use the weighted sum. The scale of "grpo"
+    is its preset's (Dr. GRPO: none), unless the config sets one.
     """
     if section.advantage == "gdpo":
         return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, mask=mask)
@@ -179,14 +179,14 @@ def estimate_advantages(
 def estimate_turn_advantages(
     returns: jax.Array, turn: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
 ) -> jax.Array:
-    """Advantages f32 [P, G, T] of returns f32 [P, G, U, N]: `estimate_advantages` of each turn by itself."""
+    """Compute advantages f32 [P, G, T] from returns f32 [P, G, U, N] by `estimate_advantages` for each turn."""
     return turn_advantages(
         returns, turn, mask, lambda rewards, tokens: estimate_advantages(rewards, tokens, section, weights)
     )
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """Return the shares of groups without signal, "zero_variance_groups/NAME" by objective and of their "total"."""
+    """Return the shares of groups without signal, "zero_variance_groups/NAME" by objective and for the "total"."""
     dead, total = jax.device_get(_signal(objectives.rewards, objectives.weights))
     row = {f"zero_variance_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}
     return row | {"zero_variance_groups/total": float(total)}

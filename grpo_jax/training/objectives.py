@@ -1,9 +1,9 @@
 """Objectives of an update: the forward pass over a batch's completions, and the configured loss.
 
-PPO's flow of one batch (`update.make_update`): a forward pass gives old log-probabilities and values; the estimates
-turn scores into rewards per token, advantages and returns; the updates minimise policy loss and value loss together.
-A completion is an episode that ends with its last token, be that the end token or the last one there was room for:
-nothing is bootstrapped.
+PPO runs three steps per batch (`update.make_update`). A forward pass gives old log-probabilities and values.
+`make_estimates` turns scores into per-token rewards, advantages and returns. The updates minimise policy loss and
+value loss together. A completion is an episode that ends with its last token, even if truncated: there is no
+bootstrapping.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def make_forward(
 ) -> ForwardPass:
     """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).
 
-    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one, or their
-    form, in its place. A batch with `kept` tokens has the distribution over those.
+    `allowed_tokens` is bool [V], or None for all. `trie` replaces it if completions come from a catalogue, whose
+    texts or forms it holds. If a batch has `kept` tokens, the distribution is over those.
     """
 
     allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
@@ -89,7 +89,7 @@ def make_forward(
 def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str, Any]:
     """Return the keyword arguments of `losses.grpo_loss`: the config's preset with its overrides.
 
-    Dr. GRPO divides by `max_new_tokens`, not by a batch's width, which is cut to its longest completion.
+    Dr. GRPO divides by `max_new_tokens`, not by the width of the batch, which is trimmed.
     """
     options = dict(losses.PRESETS[section.preset])
     if isinstance(options["aggregation"], FixedLength):
@@ -114,15 +114,15 @@ def make_policy_objective(
 ) -> Objective:
     """Make the policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`.
 
-    Without old log-probabilities the policy is its own old one. Metrics are "policy" and, where the batch has the
-    sampler's log-probabilities, "sampler_gap": the mean over tokens of |log π_old - log π_sampler|, the same policy as
-    trainer and sampler compute it. With an `off_policy_threshold` also "off_policy_masked", the share of tokens that
-    `off_policy_mask` leaves out. With `ppo` advantages are by token, and
+    Without old log-probabilities, the current policy is the old one. The metrics are "policy" and up to two more.
+    "sampler_gap" needs the sampler's log-probabilities: it is the mean over tokens of |log π_old - log π_sampler|,
+    the same policy in trainer and sampler. "off_policy_masked" needs an `off_policy_threshold`: it is the share of
+    tokens that `off_policy_mask` masks. With `ppo`, advantages are per token, and
 
         loss = policy loss + value_coef · value loss (mean over tokens)
 
-    One forward pass serves both, and both gradients reach the policy's weights. Preset "bnpo" makes the policy loss
-    `ppo.ppo_loss`.
+    Both losses share one forward pass, and both gradients reach the policy's weights. With preset "bnpo" the policy
+    loss is `ppo.ppo_loss`.
     """
 
     def objective(
@@ -166,7 +166,7 @@ def make_policy_objective(
 
 
 def make_supervised_objective(forward: ForwardPass) -> Objective:
-    """`losses.sft_loss` of a batch with one completion for each prompt: (loss, {"supervised": SFTMetrics})."""
+    """Make `losses.sft_loss` of a batch with one completion per prompt: (loss, {"supervised": SFTMetrics})."""
 
     def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
         loss, metrics = losses.sft_loss(forward(variables, batch).logprobs, batch.mask, normaliser=normaliser)
@@ -176,20 +176,20 @@ def make_supervised_objective(forward: ForwardPass) -> Objective:
 
 
 class Estimates(NamedTuple):
-    """Measures of a PPO batch before its first update; scalars but for the first."""
+    """Measurements of a PPO batch before its first update; all but the first are scalars."""
 
-    advantages: jax.Array  # [P, G], the mean over each completion's tokens, as they are trained on
-    completion_kl: jax.Array  # against the reference, the k1 estimates of a completion's tokens summed; mean over rows
+    advantages: jax.Array  # [P, G], mean over each completion's tokens, after whitening
+    completion_kl: jax.Array  # KL from the reference: k1 estimates summed over each completion; mean over rows
     value: jax.Array  # mean over tokens
     returns: jax.Array  # mean of the values' targets
     explained_variance: jax.Array  # 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse
 
 
 def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Batch, Estimates]]:
-    """Compile the function (batch with scores and old_logprobs, values) → (batch to learn from, estimates).
+    """Compile the function (batch with scores and old_logprobs, values) → (batch for training, estimates).
 
-    Rewards per token, with the KL against `batch.ref_logprobs` (None: no KL), become advantages by GAE; the values
-    learn advantage + value. Advantages are whitened over the batch's tokens.
+    Per-token rewards, with a KL penalty against `batch.ref_logprobs` (None: no KL), become advantages by GAE. The
+    values' targets are advantage + value. Advantages are whitened over the batch's tokens.
     """
 
     def estimate(batch: Batch, values: jax.Array) -> tuple[Batch, Estimates]:
@@ -199,7 +199,7 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         scores = required("scores", batch.scores)
         values = select(mask, values)
         rewards = kl_penalised_rewards(scores, old, reference, mask, kl_coef=section.kl_coef)
-        # The state after the last token has value 0; padding stands in the way of no value, it is passed over.
+        # The state after the last token has value 0; GAE skips padding.
         following = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
         advantages = gae_advantages(rewards, following, gamma=section.gamma, gae_lambda=section.gae_lambda, mask=mask)
         returns = advantages + values

@@ -1,4 +1,4 @@
-"""Training state: weights, moments, reference; its optimizer, its start, and its part of a checkpoint."""
+"""Training state (weights, moments, reference), its optimizer, its initialisation, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters 
 
 
 class RolloutWeights(NamedTuple):
-    """The trained collection that samples ahead (training.async_level), and its update count (i32 scalar)."""
+    """The trained collection of the policy that samples ahead (training.async_level), and its step (i32 scalar)."""
 
     step: jax.Array
     weights: PyTree
@@ -30,14 +30,14 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: i32 scalar, optimizer updates so far.
-        variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head) and
+        variables: {"params": …}, optionally "lora" (then the params are frozen), "value" (PPO's value head) and
             "visual" (a frozen vision tower; a trained one is part of the params).
         opt_state: Optimizer state of the trained collections.
-        reference: The trained collection of the reference policy; None without KL, or where (with LoRA) the reference
-            is the base without its adapters.
-        skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite.
-        rollout_weights: The policy that samples the next batch, where that is sampled ahead; or None.
-        entropy_control: The entropy coefficient, where it adapts; or None.
+        reference: The trained collection of the reference policy. None without KL, or if (with LoRA) the reference is
+            the base without adapters.
+        skipped: i32 scalar, consecutive updates skipped because loss or gradient was not finite.
+        rollout_weights: The policy that samples the next batch ahead; or None.
+        entropy_control: The adaptive entropy coefficient; or None.
     """
 
     step: jax.Array
@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0."""
+    """Make the learning-rate schedule: linear warm-up, then constant, linear to 0 or cosine to 0."""
     peak, warmup = section.learning_rate, section.warmup_steps
     assert peak is not None  # the config fills it in
     remaining = max(total_updates - warmup, 1)
@@ -63,16 +63,17 @@ def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedu
         after = optax.cosine_decay_schedule(peak, remaining)
     if warmup == 0:
         return after
-    # The first update already moves: it uses peak / warmup rather than 0.
+    # The first update uses peak / warmup rather than 0.
     ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([ramp, after], [warmup])
 
 
 def decayed(weights: Variables) -> Variables:
-    """Mask of the weights that decay, a bool for each: projections, kernels and adapters.
+    """Return the weight-decay mask, a bool for each weight: true for projections, kernels and adapters.
 
-    Norms, biases, embeddings (learned positions and an untied unembedding too) and the value head do not: decay would
-    pull norms to 0 rather than to 1, rare tokens to 0 with every update they take no part in, and values to 0.
+    Norms, biases, embeddings (also learned positions and an untied unembedding) and the value head do not decay.
+    Decay would pull norms to 0 rather than 1, and values to 0. It would also shrink rare tokens in every update
+    without them.
     """
 
     def decays(path: tuple[object, ...], _: object) -> bool:
@@ -83,13 +84,13 @@ def decayed(weights: Variables) -> Variables:
 
 
 def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW or Muon behind a global-norm clip; float32 throughout.
+    """Make AdamW or Muon after a global-norm clip; float32 throughout.
 
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  w' = w - rate · (m̂ / (√v̂ + ε) + weight_decay · w)
 
-    with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101. Muon moves
-    those by their momentum made orthogonal, each layer's matrix by itself, and scaled to AdamW's step
-    (https://arxiv.org/abs/2502.16982), so that a learning rate means the same.
+    Only decayed weights have the last term (`decayed`). From https://arxiv.org/abs/1711.05101. Muon updates these by
+    their orthogonalised momentum, for each layer's matrix separately. The update is scaled to AdamW's RMS
+    (https://arxiv.org/abs/2502.16982), so both can use the same learning rate.
     """
 
     optimizer = optax.adamw(schedule, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
@@ -107,7 +108,7 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
 
 
 def _matrices(weights: Variables) -> PyTree:
-    """Muon's axes of the weights that decay, [.., in, out]; None for the others."""
+    """Return Muon's axes of the decayed weights, [.., in, out]; None for the others."""
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     return jax.tree.map(lambda decays: axes if decays else None, decayed(weights))
 
@@ -118,13 +119,13 @@ def policy_collection(variables: Variables) -> str:
 
 
 def trained_weights(variables: Variables) -> Variables:
-    """Return the collections that gradients are taken for: the policy's, and the value head's if any."""
+    """Return the collections with gradients: the policy's, and the value head's if any."""
     return {name: variables[name] for name in (policy_collection(variables), VALUE) if name in variables}
 
 
 def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
     """Return whether there is a KL against a reference: in the loss, or in PPO's rewards."""
-    if algorithm.teacher:  # it stands for the reference, and is no part of the state
+    if algorithm.teacher:  # a teacher replaces the reference and is not part of the state
         return False
     return algorithm.kl_coef > 0 or algorithm.advantage == "opd" or (algorithm.learns_values and ppo.kl_coef > 0)
 
@@ -137,17 +138,17 @@ def init_state(
     base_reference: bool = True,
     take_over: bool = False,
 ) -> TrainState:
-    """Make a fresh state whose reference is the start; it owns copies of the trained weights, so they can be donated.
+    """Make the initial state, with the initial policy as reference and donatable copies of the trained weights.
 
     Args:
         keep_reference: A KL will be computed.
-        base_reference: With LoRA, the base without adapters is the reference and nothing is kept. False keeps the
-            adapters of the start: where they are not fresh, or the reference will be refreshed.
-        take_over: The start itself is trained where no reference needs it: no copy, and `variables` can be read until
-            the first update only.
+        base_reference: With LoRA, use the base without adapters as reference and store nothing. False stores the
+            initial adapters, for adapters that are not fresh or a reference that will be refreshed.
+        take_over: Train `variables` without a copy if no reference needs them. They can then be read only until the
+            first update.
     """
     name, trained = policy_collection(variables), trained_weights(variables)
-    # The start itself: no update touches it, so nothing has to be copied.
+    # The initial weights themselves: no update touches them, so no copy is needed.
     reference = variables[name] if keep_reference and not (name == "lora" and base_reference) else None
     if reference is not None or not take_over:
         trained = jax.tree.map(jnp.array, trained)
@@ -159,7 +160,7 @@ def init_state(
 def commit_to_device(state: TrainState) -> TrainState:
     """Commit a fresh state, counts and moments too, to the device of its weights.
 
-    An update's results are committed: were its first arguments not, the second update would be compiled anew.
+    An update's results are committed; uncommitted first arguments would make the second update recompile.
     """
     (device, *others) = jax.tree.leaves(state.variables)[0].devices()
     if others:
@@ -168,12 +169,12 @@ def commit_to_device(state: TrainState) -> TrainState:
 
 
 def saved_parts(state: TrainState) -> dict[str, PyTree]:
-    """Return the parts of a state in a checkpoint: all that training changes, without frozen weights."""
+    """Return the parts of a state for a checkpoint: everything that training changes, without frozen weights."""
     return {**state._asdict(), "variables": trained_weights(state.variables)}
 
 
 def free_buffers(tree: PyTree) -> None:
-    """Free a tree's arrays, whoever else refers to them. Shapes, dtypes and places stay; tracers hold no memory."""
+    """Free a tree's arrays despite other references. Shapes, dtypes and shardings stay; tracers hold no memory."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.delete()
@@ -206,7 +207,7 @@ def rollout_copy(state: TrainState) -> RolloutWeights:
 
 
 def rollout_variables(state: TrainState, copied: RolloutWeights) -> Variables:
-    """Return the variables of the policy that samples ahead, without a value head."""
+    """Return the variables of the policy that samples ahead, without value head."""
     learned = trained_weights(state.variables)
     frozen = {name: tree for name, tree in state.variables.items() if name not in learned}
     return {**frozen, policy_collection(state.variables): copied.weights}

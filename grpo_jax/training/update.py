@@ -1,4 +1,4 @@
-"""From a batch to a better policy: one donated update step, and everything computed from a batch."""
+"""Policy updates: one compiled train step with donated buffers, and everything computed from a batch before it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from grpo_jax.training.state import (
 )
 
 PATIENCE = 3
-"""A run ends when as many updates in a row were left out as so many iterations make: one batch may be at fault."""
+"""A run ends after this many iterations of consecutive skipped updates; one bad batch does not end it."""
 
 
 def make_train_step(
@@ -64,14 +64,14 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make one optimizer update as one compiled function; changed arrays are donated.
 
-    An update whose loss or gradient is not finite is left out and counted (`skipped`): weights, moments and counts
-    stay. optax.apply_if_finite would let it through after a few.
+    An update whose loss or gradient is not finite is skipped and counted (`skipped`): weights, moments and counts
+    stay. optax.apply_if_finite would accept it after a few.
 
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
-        normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
-        grad_accumulation_steps: Micro-batches along P, run one after the other; P must be a multiple.
-        grad_dtype: ``bfloat16`` rounds the gradients of kernels as they are made; micro-batches are summed in float32.
+        normaliser: Denominators of the update from its whole batch, so splitting the batch changes nothing.
+        grad_accumulation_steps: Number of sequential micro-batches along P; P must be a multiple.
+        grad_dtype: ``bfloat16`` rounds the gradient of each kernel; micro-batches accumulate in float32.
         adapt: adapt(state's entropy control, the update's mean entropy) → the next update's; None for a fixed bonus.
     """
 
@@ -104,12 +104,12 @@ def make_train_step(
     compiled = Jitted(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        # What no update changes stays outside what is donated: it may be shared, and is never copied.
+        # Do not donate frozen arrays: they may be shared, and are never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
         before = state._replace(variables=trained, reference=None, rollout_weights=None)
         after, report = compiled.ready(before, frozen, batch)(before, frozen, batch)
-        # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
+        # On CPU, JAX neither reuses nor frees a donated array that NumPy has viewed, as a checkpoint does.
         free_buffers(before)
         unchanged = {"reference": state.reference, "rollout_weights": state.rollout_weights}
         return after._replace(variables={**frozen, **after.variables}, **unchanged), report
@@ -118,7 +118,7 @@ def make_train_step(
 
 
 def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
-    """Choose the state after a finite update, else the one before; count those in a row that were not."""
+    """Select the state after a finite update, else the one before; count consecutive skipped updates."""
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     return state._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
 
@@ -126,7 +126,7 @@ def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> T
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:
     """Sum function(part) over `parts` equal parts of the batch along P, one at a time."""
     split = micro_batches(batch, parts)
-    # From zeros rather than from the first part: the program is there once.
+    # Start from zeros rather than from the first part, so the function is compiled once.
     shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], split))
     wide = {jnp.dtype(jnp.bfloat16): jnp.float32}
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide.get(leaf.dtype, leaf.dtype)), shapes)
@@ -136,7 +136,7 @@ def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -
 def make_forward_step(
     forward: ForwardPass, *, grad_accumulation_steps: int = 1
 ) -> Callable[[Variables, Batch], Forward]:
-    """Compile (variables, batch) → `Forward` without gradients, some prompts at a time."""
+    """Compile (variables, batch) → `Forward` without gradients, in micro-batches of prompts."""
 
     def step(variables: Variables, batch: Batch) -> Forward:
         if grad_accumulation_steps == 1:
@@ -145,7 +145,7 @@ def make_forward_step(
         return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
     compiled = Jitted(step)
-    # Only what the policy reads goes in: whatever else a batch holds by then must not compile it anew.
+    # Pass only the policy's inputs: the batch's other fields must not cause a recompilation.
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
 
@@ -154,10 +154,9 @@ def make_token_weights(
 ) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap or masked.
 
-    The latter two are over tokens, and of the importance weights alone. The weights are a product: 1 for the tokens
-    of high entropy and 0 for the others, times the importance weight between the policy before its first
-    update with the batch and the one that sampled it. Both are of the whole batch: however an update splits it, the
-    same tokens take part.
+    Mean and share are over tokens, and only of the importance weights. The weights are the product of a high-entropy
+    mask (1 or 0) and the importance weights. These compare the policy before its first update with the policy that
+    sampled. Both factors come from the whole batch, so its split does not change the selected tokens.
     """
     cap = section.importance_cap
 
@@ -182,7 +181,7 @@ def make_token_weights(
 
 
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
-    """Whether old log-probabilities are computed before a batch's first update: with one update they are the new."""
+    """Return whether old log-probabilities must be computed; with one update per batch they equal the new ones."""
     several = training.inner_epochs * training.minibatches > 1
     return several or _has_token_weights(algorithm) or algorithm.advantage in ("gae", "opd")
 
@@ -194,14 +193,13 @@ def _has_token_weights(algorithm: AlgorithmSection) -> bool:
 def make_preparation(
     forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
-    """Make prepare(state, batch) → (batch, measured): all that is computed once before a batch's first update.
+    """Make prepare(state, batch) → (batch, measured): everything computed once before a batch's first update.
 
-    A batch has the reference's log-probabilities already where a teacher stands for it (`runs.policy.load_teacher`).
-    That is, where needed, the old policy's log-probabilities (with one update per batch they are the new ones, unless
-    something is made of them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy
-    before its first update with the batch, also where an older one has sampled: the importance weights cover that
-    difference. Without these (importance_cap 0) the ratio is taken against the one that sampled.
-    Measured are "importance_weight", PPO's "estimates", and "importance_clipped" of batches sampled ahead.
+    It adds the log-probabilities of the old policy and the reference, token weights, and PPO's advantages and returns,
+    each only if needed. A teacher's log-probabilities are already in the batch, as the reference's
+    (`runs.policy.load_teacher`). The old policy is the one before its first update with the batch, even if an older
+    policy sampled: importance weights correct for that. Without them (importance_cap 0), the policy that sampled is
+    the old policy. `measured` has "importance_weight", PPO's "estimates", and "importance_clipped" if sampled ahead.
     """
     look = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
     weighted, ahead = _has_token_weights(algorithm), training.async_level > 0
@@ -273,10 +271,9 @@ def make_update(
 ) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]:
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
-    Of a state's shapes, without a key, it only compiles.
-    `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
-    "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, "measured"
-    (`make_preparation`), and "advantages" [P, G] or [P, G, T].
+    With the shapes of a state, and no key, it only compiles. `distribution` is temperature, allowed_tokens and trie of
+    `make_forward`. The report has "loss" and "grad_norm" averaged over the steps, and the number of "skipped" steps.
+    It also has "metrics" by loss term, "measured" (`make_preparation`), and "advantages" [P, G] or [P, G, T].
     """
     forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
@@ -308,7 +305,7 @@ def _average(reports: list[Metrics]) -> Metrics:
 
 @dataclass(frozen=True)
 class Learner:
-    """The compiled parts of training; update(state, batch, key) → (state, report) is of `make_update`."""
+    """The compiled parts of training; update(state, batch, key) → (state, report) comes from `make_update`."""
 
     config: Config
     policy: Policy
@@ -317,9 +314,9 @@ class Learner:
     update: Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]
 
     def start(self, variables: Variables) -> TrainState:
-        """Return the initial state, which takes the trained weights over.
+        """Return the initial state, which takes over the trained weights.
 
-        If they are not the reference, `variables` can be read until the first update only.
+        Unless they are the reference, `variables` can be read only until the first update.
         """
         state = commit_to_device(shard(self.fresh(variables), self.policy.mesh))
         return state._replace(rollout_weights=rollout_copy(state)) if self.config.training.async_level else state
@@ -336,8 +333,7 @@ class Learner:
             variables,
             self.optimizer,
             keep_reference=needs_reference(config.algorithm, config.ppo),
-            # New adapters change nothing: the base is the policy at the start, and stays the reference if none
-            # replaces it.
+            # Fresh adapters change nothing: the base is the initial policy, and the reference unless refreshed.
             base_reference=config.policy.lora.path is None and config.sft.steps == 0 and every == 0,
             take_over=True,
         )
@@ -347,11 +343,11 @@ class Learner:
         return state
 
     def learning_rate(self, state: TrainState) -> float:
-        """Return that of the next update, by the updates that were made: a skipped one is not counted."""
+        """Return the learning rate of the next update; skipped updates do not count."""
         return float(np.asarray(self.schedule(int(state.step))))
 
     def refresh(self, state: TrainState, iteration: int) -> TrainState:
-        """Make the current policy the reference where that is due."""
+        """Make the current policy the reference every `update_ref_every` iterations."""
         every = self.config.algorithm.update_ref_every
         if not needs_reference(self.config.algorithm, self.config.ppo) or every == 0 or (iteration + 1) % every:
             return state

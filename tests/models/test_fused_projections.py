@@ -10,7 +10,7 @@ from support.tiny_decoders import CONFIGS, LLAMA, drawn, group_batch
 
 from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
 from grpo_jax.models.architectures.llama import Mixture
-from grpo_jax.models.decoder import apart_and_joined, separate
+from grpo_jax.models.decoder import separate, unstack_and_fuse
 from grpo_jax.models.lora import LoraConfig, entry, merge
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import keeps_layers_apart
@@ -55,7 +55,7 @@ def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
 
         return jax.jit(steps)(variables["lora"])
 
-    apart = apart_and_joined(variables["params"], config)
+    apart = unstack_and_fuse(variables["params"], config)
     assert "layers" not in apart and {"layers_0", "layers_1"} <= apart.keys()
     jax.tree.map(close, outcome("cuda", apart), outcome("cpu", variables["params"]))
 
@@ -65,7 +65,7 @@ def test_each_layer_is_merged_as_that_of_a_stack(architecture):
     config, lora = ARCHITECTURES[architecture]
     variables = drawn(config, lora)
     stacked = merge(variables, lora)["layers"]
-    params = separate(apart_and_joined(variables["params"], config), config)
+    params = separate(unstack_and_fuse(variables["params"], config), config)
     apart = merge({**variables, "params": params}, lora)["layers"]
     assert apart.keys() == stacked.keys()
     for module, leaves in stacked.items():

@@ -1,7 +1,7 @@
-"""The model architectures, one table: Hugging Face's model_type → its `Architecture`.
+"""Table of model architectures: Hugging Face's model_type → `Architecture`.
 
-A new one is a file that ends in its `Architecture`, and its row here. `gpt2` is a whole example to copy: config, layer,
-names. `models.layers` says what each part must be, and has projections, norms and activations.
+To add one, write a file that ends in its `Architecture`, and add a row here. `gpt2` is a complete example to copy:
+config, layer, names. `models.layers` specifies each part, and has projections, norms and activations.
 """
 
 from grpo_jax.models.architectures import gpt2, llama
@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """The architecture of a decoder's config."""
+    """Return the architecture of a decoder's config."""
     return ARCHITECTURES[config.model_type]
 
 

@@ -46,11 +46,11 @@ class GPT2Config:
     intermediate_size: int  # width of the MLP
     num_layers: int  # number of layers
     num_heads: int  # H, heads; divides D
-    max_positions: int  # rows of the position embedding; prompt and completion together have no more tokens
+    max_positions: int  # rows of the position embedding, the limit of prompt plus completion tokens
     activation: str = "gelu_new"  # the MLP's, one of `layers.ACTIVATIONS`
     layer_norm_eps: float = 1e-5  # epsilon of every layer norm
     tie_word_embeddings: bool = True  # the head is the embedding
-    initializer_range: float = 0.02  # standard deviation of freshly drawn weights
+    initializer_range: float = 0.02  # standard deviation at initialisation
     vision: ClassVar[None] = None
     logit_softcap: ClassVar[None] = None
     embedding_scale: ClassVar[float] = 1.0
@@ -63,27 +63,27 @@ class GPT2Config:
 
     @property
     def model_type(self) -> str:
-        """Hugging Face's name of the architecture."""
+        """Return Hugging Face's name of the architecture."""
         return MODEL_TYPE
 
     @property
     def head_dim(self) -> int:
-        """E, size of a head."""
+        """Return E, the head size."""
         return self.hidden_size // self.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """K: every query head has its own keys and values."""
+        """Return K: every query head has its own keys and values."""
         return self.num_heads
 
     @classmethod
     def from_hf(cls, config: hf_config.ConfigJson) -> "GPT2Config":
         """Read the contents of a ``config.json``; ValueErrors name the field that is missing or unsupported.
 
-        Every field that changes what the decoder computes is honoured or refused. Dropouts (``resid_pdrop``,
-        ``embd_pdrop``, ``attn_pdrop``) are not applied, in training neither: sampler and update must see one
-        distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they always are here. The
-        ``summary_*`` fields belong to a head that a causal language model lacks.
+        Every field that changes the decoder's computation is supported or refused. Dropout (``resid_pdrop``,
+        ``embd_pdrop``, ``attn_pdrop``) is never applied, since sampler and update must have the same distribution.
+        ``reorder_and_upcast_attn`` requests float32 scores, which is always the case here. The ``summary_*`` fields
+        belong to a head that a causal language model does not have.
         """
         fields = hf_config.check_fields(config, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
         return cls(
@@ -127,7 +127,7 @@ class GPT2Block(nn.Module):
     def __call__(
         self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
+        """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
         x = x if self.spread is None else self.spread(x)
         c = self.config
         fused = self.c_attn(self.ln_1(x)).reshape(*x.shape[:-1], 3, c.num_heads, c.head_dim)
@@ -139,7 +139,7 @@ class GPT2Block(nn.Module):
 
 
 def _initial_stddev(config: GPT2Config, name: str) -> float:
-    """Smaller for kernels that add to the residual stream, as in the paper."""
+    """Return the standard deviation, smaller for kernels that add to the residual stream, as in the paper."""
     if name in ("attn_c_proj", "mlp_c_proj"):
         return config.initializer_range / math.sqrt(2 * config.num_layers)
     return config.initializer_range

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotations, a gated MLP."""
+"""Llama, Mistral, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotary embeddings, a gated MLP."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -56,17 +56,17 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts in the place of each layer's MLP (`layers.Router`)."""
+    """A mixture of experts in place of each layer's MLP (`layers.Router`)."""
 
-    experts: int  # X, how many there are
-    chosen: int  # k, how many of them a token runs through
-    width: int  # of each one's gated MLP
-    normalised: bool = False  # whether the weights of the chosen ones add up to 1
+    experts: int  # X, number of experts
+    chosen: int  # k, experts per token
+    width: int  # of each expert's gated MLP
+    normalised: bool = False  # whether the weights of the chosen experts sum to 1
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and choices of a decoder of the Llama kind; hashable, hence static under jit."""
+    """Shape and choices of a Llama-like decoder; hashable, hence static under jit."""
 
     vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's)
     hidden_size: int  # D
@@ -78,9 +78,9 @@ class DecoderConfig:
     activation: str = "silu"  # the MLP's gate, one of `layers.ACTIVATIONS`
     rms_norm_eps: float = 1e-6  # epsilon of every RMS norm
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)  # rotary embedding
-    # that of each layer where they differ, None for a layer without; empty where all have `rope`
+    # rotary embedding of each layer, None for a layer without; empty if all have `rope`
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    # per layer how many positions back attention reaches (itself included), None for all
+    # per layer, the positions that attention looks back (including itself), None for all
     windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False  # biases on the query, key and value projections
     output_bias: bool = False  # bias on the attention's output projection
@@ -89,16 +89,16 @@ class DecoderConfig:
     qk_norm: bool = False  # RMS norm on each head's queries and keys before the rotation (Qwen3)
     mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
-    post_norms: bool = False  # outputs of attention and MLP are normed too, before they are added (Gemma)
-    attention_scale: float | None = None  # factor of attention's scores; None for E^-0.5
-    attention_softcap: float | None = None  # the cap of these scores, None for none
-    logit_softcap: float | None = None  # the cap of the logits, None for none
+    post_norms: bool = False  # norms also on the outputs of attention and MLP, before they are added (Gemma)
+    attention_scale: float | None = None  # factor of attention scores; None for E^-0.5
+    attention_softcap: float | None = None  # softcap of attention scores, None for none
+    logit_softcap: float | None = None  # softcap of the logits, None for none
     embedding_scale: float = 1.0  # factor of embedded tokens
     tie_word_embeddings: bool = False  # the head is the embedding
-    max_positions: int | None = None  # max_position_embeddings, as the folder has it; None where it does not say
-    initializer_range: float = 0.02  # standard deviation of freshly drawn weights
+    max_positions: int | None = None  # the folder's max_position_embeddings, or None
+    initializer_range: float = 0.02  # standard deviation at initialisation
     model_type: str = "llama"  # Hugging Face's name of the architecture
-    vision: VisionConfig | None = None  # the tower beside it, or None for a model of text
+    vision: VisionConfig | None = None  # the vision tower, or None for a text-only model
 
     def __post_init__(self):
         """Fill in ``windows`` and refuse impossible shapes."""
@@ -111,7 +111,7 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of a text that the folder has positions for, scaled ones included; None if it does not say."""
+        """Return the number of positions, including RoPE scaling; None if the folder does not tell."""
         if self.max_positions is None:
             return None
         scaled = (self.rope.original_length or self.max_positions) * self.rope.factor
@@ -119,7 +119,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: hf_config.ConfigJson) -> "DecoderConfig":
-        """Read a ``config.json``, flat or nested; fields that change the result are honoured or refused by name."""
+        """Read a ``config.json``, flat or nested; fields that change the result are supported or refused by name."""
         model_type = config["model_type"]
         hf_config.check_kinds(config, {"text_config": hf_config.TABLE, "tie_word_embeddings": hf_config.FLAG})
         fields = _text_fields(config, model_type)
@@ -149,10 +149,10 @@ def read_shared(
     honoured: tuple[str, ...] = (),
     head_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Check the fields that all architectures of `DecoderConfig` share, and return its arguments that they read alike.
+    """Check the fields shared by all architectures of `DecoderConfig`, and return its common arguments.
 
-    `fields` have the architecture's own defaults filled in; `extra_kinds` are those of its own fields,
-    `honoured` the fields of ``NEUTRAL`` whose other values it computes.
+    `fields` include the architecture's defaults. `extra_kinds` are the kinds of its own fields, and `honoured` are the
+    fields of ``NEUTRAL`` that it supports.
     """
     neutral = {name: values for name, values in hf_config.NEUTRAL.items() if name not in honoured}
     fields = hf_config.check_fields(fields, {**_KINDS, **extra_kinds}, neutral, model_type, _REQUIRED)
@@ -174,20 +174,20 @@ def read_shared(
 
 
 def _text_fields(config: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
-    """The language model's fields; vision models since transformers 4.52 nest them in text_config."""
+    """Return the language model's fields; vision models since transformers 4.52 nest them in text_config."""
     if model_type not in VISION_TYPES or not config.get("text_config"):
         return {**_DEFAULTS.get(model_type, {}), **config}
     fields = dict(config["text_config"])
-    # Tying is decided at the top level; folders written before transformers 5 said it below.
+    # Tying is set at the top level; folders before transformers 5 set it below.
     fields["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
     return fields
 
 
 def _neutral(fields: hf_config.ConfigJson, model_type: str) -> dict[str, tuple[Any, ...]]:
-    """The values of fields that other model types have, and this one computes nothing else for."""
+    """Return neutral values of other model types' fields, the only values that this one supports."""
     neutral: dict[str, tuple[Any, ...]] = {} if model_type == "llama" else {"mlp_bias": (False,)}
     if model_type.startswith("qwen2"):
-        neutral["attention_bias"] = (True,)  # of queries, keys and values, always there
+        neutral["attention_bias"] = (True,)  # queries, keys and values always have biases
     if model_type == "mistral":
         neutral["attention_bias"] = (False,)
     if model_type in ("llama", "qwen3_vl"):
@@ -204,7 +204,7 @@ def _head_dim(fields: hf_config.ConfigJson) -> int:
 
 
 def _windows(fields: hf_config.ConfigJson, model_type: str) -> tuple[int | None, ...]:
-    """Window per layer, from layer_types or, in older folders, from max_window_layers."""
+    """Return the window per layer, from layer_types or, in older folders, from max_window_layers."""
     layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
     window = fields.get("sliding_window")
@@ -220,7 +220,7 @@ def _windows(fields: hf_config.ConfigJson, model_type: str) -> tuple[int | None,
 
 
 def same_window(fields: hf_config.ConfigJson, window: int | None) -> tuple[int | None, ...]:
-    """The same window, or none, for every layer; ValueError where layer_types says something else."""
+    """Return the same window, or None, for every layer; ValueError if layer_types differs."""
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     kind = "full_attention" if window is None else "sliding_attention"
     same = not types or list(types) == [kind] * layers
@@ -229,7 +229,7 @@ def same_window(fields: hf_config.ConfigJson, window: int | None) -> tuple[int |
 
 
 def typed_windows(fields: hf_config.ConfigJson, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer whose type is ``sliding_attention``; None for ``full_attention``."""
+    """Return each layer's window: `window` for type ``sliding_attention``, None for ``full_attention``."""
     layers = fields["num_hidden_layers"]
     known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
     hf_config.expect(known, "layer_types", f"full_attention or sliding_attention for each of {layers} layers", types)
@@ -241,10 +241,10 @@ def typed_windows(fields: hf_config.ConfigJson, types: Sequence[str], window: in
 
 
 def _rope(fields: hf_config.ConfigJson, model_type: str, half: int) -> RopeConfig:
-    """Rotation, in models that see pictures with the shares of time, row and column among the frequencies."""
+    """Return the rotary embedding; vision models share its frequencies between time, row and column."""
     if model_type not in VISION_TYPES:
         return read_rope(fields)
-    # On text all three position axes agree, so "mrope" scales nothing.
+    # On text all three position axes agree, so "mrope" has no scaling.
     rope = read_rope(fields, theta=_DEFAULT_THETA[model_type], plain=("mrope",))
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     sections = scaling.get("mrope_section")
@@ -315,7 +315,7 @@ class LlamaBlock(nn.Module):
     def __call__(
         self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Run the layer on states [P, S, D] of the tokens that run; returns new ones, and keys and values to keep."""
+        """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
         x = x if self.spread is None else self.spread(x)
         mixed, new_keys_values = self._attention(self.input_layernorm(x), layer_input, context)
         if self.config.post_norms:
@@ -329,14 +329,14 @@ class LlamaBlock(nn.Module):
     def _attention(
         self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Attention of normed states [P, S, D], and keys and values to keep."""
+        """Attend with normed states [P, S, D]; also returns keys and values to cache."""
         query, key, value = self._heads(x, _rotation_of(layer_input, context))
         softcap = self.config.attention_softcap
         mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.attention)  # [P, S, H·E]
         return self.o_proj(mixed), new
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
+        """Return queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
         c = self.config
         if c.fused:
             queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -351,7 +351,7 @@ class LlamaBlock(nn.Module):
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
     def _mlp(self, x: jax.Array) -> jax.Array:
-        """The gated MLP, or those of each token's experts, of normed states [P, S, D]."""
+        """Apply the gated MLP, or each token's experts, to normed states [P, S, D]."""
         activation = ACTIVATIONS[self.config.activation]
         if self.config.mixture is not None:
             states = x.reshape(-1, x.shape[-1])
@@ -364,7 +364,7 @@ class LlamaBlock(nn.Module):
 
 
 def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
-    assert context.rotation is not None  # the decoder gives it
+    assert context.rotation is not None  # set by the decoder
     if layer_input.rotation is None:
         return context.rotation
     cos, sin = (jnp.take(part, layer_input.rotation, axis=0) for part in context.rotation)
@@ -386,7 +386,7 @@ def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """Inputs of each layer, [layers] each; None if no layer differs from the default."""
+    """Return the inputs of each layer, [layers] each; None if no layer differs from the default."""
     inputs = LayerInput()
     if config.attention_scale is not None:
         inputs = inputs._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))
@@ -442,7 +442,7 @@ LLAMA_ARCHITECTURE = Architecture(
 )
 
 
-# Hub folders name the language model's tensors as a model of text would; the rest is what newer ones use.
+# Hub folders use the tensor names of a text-only model; the other prefixes are those of newer folders.
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
 
 QWEN_VL_ARCHITECTURE = LLAMA_ARCHITECTURE._replace(

@@ -1,4 +1,4 @@
-"""Llama's layers with other choices: SmolLM3, Phi-3, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
+"""Variants of Llama's layers: SmolLM3, Phi-3, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_sha
 from grpo_jax.models.layers import COLUMNS, FUSED, ROWS
 from grpo_jax.models.rope import RopeConfig, read_rope
 
-# SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3).
+# SmolLM3: Llama's layers, some of them without RoPE (NoPE; Bakouch et al. 2025, https://hf.co/blog/smollm3).
 
 SMOLLM3 = "smollm3"
 _SMOLLM3_DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
@@ -27,7 +27,7 @@ def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
     turns, bias = _smollm_turns(fields), bool(fields.get("attention_bias", False))
     rope = read_rope(fields, theta=2e6)
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
-    windows = tuple(None if turned else window for turned in turns)  # for the layers that do not rotate
+    windows = tuple(None if turned else window for turned in turns)  # only layers without RoPE have a window
     if fields.get("layer_types") is not None:
         windows = typed_windows(fields, fields["layer_types"], window)
     return DecoderConfig(
@@ -42,7 +42,7 @@ def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
 
 
 def _smollm_turns(fields: hf_config.ConfigJson) -> tuple[bool, ...]:
-    """Whether each layer rotates queries and keys; ``no_rope_layers`` has a 1 for those that do."""
+    """Return whether each layer has RoPE; ``no_rope_layers`` is 1 for those that do."""
     layers, turns = fields["num_hidden_layers"], fields.get("no_rope_layers")
     if turns is None:
         interval = fields.get("no_rope_layer_interval") or 4
@@ -56,7 +56,7 @@ SMOLLM3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(SMOLLM3,),
 
 # Phi-3, Phi-3.5 and Phi-4-mini: Llama's layers with fused projections (Abdin et al. 2024, arXiv:2404.14219).
 #
-# Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factors for what is fused.
+# Adapters have one pair of factors for each fused projection, ``qkv_proj`` and ``gate_up_proj``.
 
 PHI3 = "phi3"
 _PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
@@ -68,7 +68,7 @@ _PHI3_ROPE_KINDS = {
     **dict.fromkeys(("rope_theta", "factor", "attention_factor", "partial_rotary_factor"), hf_config.POSITIVE),
     **dict.fromkeys(("rope_type", "type"), hf_config.NAME),
 }
-_LONG = ("longrope", "su", "yarn")  # transformers takes the latter two, of older folders, for the first
+_LONG = ("longrope", "su", "yarn")  # older names of longrope in transformers
 
 
 def read_phi3(config: hf_config.ConfigJson) -> DecoderConfig:
@@ -85,7 +85,7 @@ def read_phi3(config: hf_config.ConfigJson) -> DecoderConfig:
 
 
 def _phi_rope(fields: hf_config.ConfigJson, head_dim: int) -> RopeConfig:
-    """Rotation of a share of each head, with LongRoPE's table for short texts where the folder has one."""
+    """Return the partial rotary embedding, with LongRoPE's table for short sequences if the folder has one."""
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     hf_config.check_kinds(scaling, _PHI3_ROPE_KINDS, "rope_parameters.")
     share = float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0)
@@ -115,9 +115,9 @@ def _phi_rope(fields: hf_config.ConfigJson, head_dim: int) -> RopeConfig:
 
 
 def _phi_longest(config: DecoderConfig) -> int | None:
-    """Length of short texts, beyond which LongRoPE turns by another table from the first token on.
+    """Return the length of short sequences, beyond which LongRoPE uses another table from the first token on.
 
-    A completion would change its prompt's keys as it grows past that length, so it may not.
+    A completion past that length would change its prompt's keys, so it is refused.
     """
     return config.rope.original_length or None
 
@@ -135,8 +135,8 @@ PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
 
 # Qwen3-MoE: Qwen3's attention, and a mixture of experts for an MLP (Qwen team 2025, arXiv:2505.09388).
 #
-# The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef``) is not learned here. Adapters
-#  go on attention alone: an expert's would have to be one of X in a stack.
+# The auxiliary load-balancing loss of pre-training (``router_aux_loss_coef``) is not used here. Only attention can have
+# adapters: those of experts would need a stack of X.
 
 QWEN3_MOE = "qwen3_moe"
 _QWEN3_MOE_DEFAULTS = {
@@ -164,7 +164,7 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
         fields, QWEN3_MOE, extra_kinds=_QWEN3_MOE_EXTRA_KINDS, honoured=("num_experts", "num_local_experts")
     )
     dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
-    # The layers are one stack, so they are all of one kind, as in every published folder.
+    # The layers are one stack, so all have the same kind, as in every published folder.
     hf_config.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
     hf_config.refuse_changed(fields, {"decoder_sparse_step": (1,)}, QWEN3_MOE)
     experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
@@ -202,8 +202,8 @@ QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
 
 # Gemma 2 and the language models of Gemma 3.
 #
-# Llama's layers with norms that multiply by 1 + weight, also behind attention and MLP, windows in most of the layers,
-# and in Gemma 2 caps on scores and logits (Gemma team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786).
+# Llama's layers with norms that multiply by 1 + weight, also after attention and MLP, and windows in most layers. Gemma
+# 2 has softcaps on scores and logits (Gemma team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786).
 
 GEMMA2, GEMMA3 = "gemma2", "gemma3_text"
 _GEMMA_DEFAULTS = {
@@ -236,7 +236,7 @@ def read_gemma2(config: hf_config.ConfigJson) -> DecoderConfig:
 
 
 def read_gemma3(config: hf_config.ConfigJson) -> DecoderConfig:
-    """Read a Gemma 3 text model's ``config.json``: layers with a window rotate faster than those without."""
+    """Read a Gemma 3 text model's ``config.json``; layers with and without a window have different RoPE bases."""
     far, near = _gemma_ropes(config)
     read = _read_gemma(
         config,
@@ -250,7 +250,7 @@ def read_gemma3(config: hf_config.ConfigJson) -> DecoderConfig:
 
 
 def _read_gemma(fields: hf_config.ConfigJson, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
-    """Read the fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
+    """Read the fields of both; without layer_types, every ``pattern``-th layer has no window."""
     fields = {**_GEMMA_DEFAULTS, **hf_config.not_null(fields)}
     honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
     honoured = honoured if model_type == GEMMA2 else honoured[:2]
@@ -277,7 +277,7 @@ def _gemma_cap(fields: hf_config.ConfigJson, name: str) -> float | None:
 
 
 def _gemma_ropes(fields: hf_config.ConfigJson) -> tuple[RopeConfig, RopeConfig]:
-    """The rotations of layers without and with a window: a table for each or, in older folders, two bases."""
+    """Return the RoPE of layers without and with a window: a table for each or, in older folders, two bases."""
     hf_config.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), hf_config.TABLE))
     tables = dict(fields.get("rope_parameters") or {})
     hf_config.check_kinds(tables, dict.fromkeys(tables, hf_config.TABLE), "rope_parameters.")

@@ -1,4 +1,4 @@
-"""Policies from Hugging Face folders, and back: the folder, its weights, adapters, exports."""
+"""Read and write policies as Hugging Face folders: weights, adapters, tokenizers, exports."""
 
 from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.folder import (

@@ -1,8 +1,8 @@
-"""Conversations to tokens, with pictures and with an environment's replies, through the chat template.
+"""Encode conversations, with pictures and observations, through the chat template.
 
-Marks such as ``<|im_end|>`` come from a folder's template and never from what a user wrote. A tokenizer reads its marks
-wherever they stand in a text. A prompt whose marks are those of its template is encoded as a whole, as transformers
-does. Any other holds text that looks like a mark: its own text is then encoded apart, with the marks switched off.
+Special tokens such as ``<|im_end|>`` come only from the template, never from a user's text, although a tokenizer
+recognises them anywhere in a string. If the special tokens of a rendered prompt are those of its template, it is
+encoded as a whole, as transformers does. Otherwise the user's texts are encoded separately, without special tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ else:
     Tokenizer = object
 
 Json = Any
-PICTURE = None  # among the parts of a message
+PICTURE = None  # a part of a message
 
-# Placeholders of texts in the search for a template's frame: digits, which templates that trim, capitalise or escape
-# leave alone.
+# Filler texts to find a template's frame: digits, which templates that trim, capitalise or escape leave unchanged.
 _PROBE = "7316940582"
 _WRITTEN = "2850491637"
 _ANSWERED = "6081527394"
@@ -36,23 +35,23 @@ _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
 
 
 class Fixed(NamedTuple):
-    """Text of an instruction: marks in it are marks, unlike in a user's text."""
+    """Text of an instruction; unlike in a user's text, special tokens in it are recognised."""
 
     text: str
 
 
-Part = str | Fixed | None  # of a message: text, an instruction's text, or a picture
+Part = str | Fixed | None  # part of a message: text, an instruction's text, or a picture
 
 
 class Message(NamedTuple):
-    """One turn of a conversation: the role (system, user, assistant), and its parts in order."""
+    """A message of a conversation: its role (system, user, assistant), and its parts in order."""
 
     role: str
     parts: tuple[Part, ...]
 
     @property
     def text(self) -> str:
-        """The texts of all parts, without pictures."""
+        """Return the text of all parts, without pictures."""
         return "".join(map(_text_of, self.parts))
 
 
@@ -61,7 +60,7 @@ def _text_of(part: Part) -> str:
 
 
 class PictureTokens(NamedTuple):
-    """The tokens around a picture, and those in the place of each of its merged tokens."""
+    """The tokens around a picture, and the placeholders for each of its merged tokens."""
 
     start: int
     picture: int
@@ -70,21 +69,21 @@ class PictureTokens(NamedTuple):
 
 
 def picture_tokens(vision: VisionConfig) -> PictureTokens:
-    """The tokens that a tower's config names."""
+    """Return the picture tokens of a tower's config."""
     return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of all marks: those with a name, and reserved ones, chat marks and the like."""
+    """Return the ids of all special tokens: named ones, reserved ones, chat markers and the like."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {token for token, what in added if what.special}
 
 
 def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the special ids that no text may become.
+    """Return the special ids that no text may be encoded to.
 
-    That is all but one that the tokenizer gives for unknown words. Some tokenizers name one and never give it: those
-    of bytes, to which no text is unknown.
+    These are all special ids but the one for unknown words. Byte-level tokenizers may name such a token, but never
+    produce it.
     """
     unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
     if unknown is None or unknown in ends:
@@ -94,12 +93,12 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text by itself; marks in it are text."""
+    """Encode a text separately; special tokens in it stay text."""
     marks, ids = text_marks(tokenizer), _encode(tokenizer, text)
     if marks.isdisjoint(ids):
         return ids
     ids = _encode(tokenizer, text, split_special_tokens=True)
-    # A tokenizer of whole words finds marks among its words: they are unknown ones then.
+    # A tokenizer of whole words finds special tokens among its words: encode them as unknown words.
     unknown = [] if tokenizer.unk_token_id in (None, *marks) else [tokenizer.unk_token_id]
     return [piece for token in ids for piece in (unknown if token in marks else [token])]
 
@@ -115,10 +114,10 @@ _DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Json]], *, today: date | None = None, **switches: Json
 ) -> str:
-    """Render a conversation by the chat template in jinja's sandbox, with the answer left open.
+    """Render a conversation with the chat template in jinja's sandbox, with a generation prompt.
 
     A template that writes the date writes `today`, if given. `switches` are variables of the template. UserError if it
-    fails or writes nothing.
+    fails or renders nothing.
     """
     where = f"the chat template of {_folder(tokenizer)} (chat_template.jinja, or in tokenizer_config.json)"
     try:
@@ -128,7 +127,7 @@ def render_chat(
         text = tokenizer.apply_chat_template(
             [*messages], chat_template=template, tokenize=False, add_generation_prompt=True, **switches
         )
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise any type
         raise UserError(f"{where} failed ({type(error).__name__}: {one_line(error)}): fix or replace it") from error
     if not text.strip():
         raise UserError(f"{where} writes nothing for a user's turn: fix or replace it")
@@ -144,11 +143,11 @@ def texts_encoder(
     vocab_size: int | None = None,
     further_marks: Collection[int] = (),
 ) -> Callable[[Sequence[str]], list[int]]:
-    """Return encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts alone.
+    """Make encode(texts) → the tokens of ``render(texts)``, with special tokens only from the frame around the texts.
 
-    `render` puts `count` texts into their frame: a chat template, an instruction. No text becomes a special token or
-    one of `further_marks`. UserError if the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
-    text like a mark stands inside a template that does not keep it apart.
+    `render` inserts `count` texts into their frame: a chat template, an instruction. No text becomes a special token or
+    one of `further_marks`. UserError if the tokenizer fails, or a text has no tokens or one beyond `vocab_size`.
+    UserError too for text like a special token in a template that alters the text.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 
@@ -161,7 +160,7 @@ def texts_encoder(
     expected = marks_in(whole_frame)
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
-        """Encode the texts by themselves; None if the template does not show them as they are."""
+        """Encode the texts separately; None if the template alters them."""
         cut = _around(frame, fillers, text, texts)
         if cut is None:
             return None
@@ -194,7 +193,7 @@ def texts_encoder(
 
 
 def _around(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
-    """Split a rendered text into frame, text, frame, …; None unless each text stands there once, perhaps stripped."""
+    """Split a rendered string into frame, text, frame, …; None unless each text occurs once, perhaps stripped."""
     any_filler = "|".join(fillers) or r"(?!)"
     shown = re.findall(any_filler, frame)
     if sorted(shown) != [*fillers]:
@@ -207,7 +206,7 @@ def _around(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str])
 
 
 def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and behind a text."""
+    """Return the tokens that a tokenizer adds before and after a text."""
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
@@ -226,14 +225,14 @@ def conversation_encoder(
     vocab_size: int | None = None,
     **switches: Json,
 ) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
-    """encode(messages, tokens of each picture) → the tokens that the answer starts from.
+    """Make encode(messages, tokens of each picture) → the tokens of the prompt.
 
-    Placed as transformers' processor places them: where the template puts a picture, which then stands for as many
-    placeholders as the picture has merged tokens. A template that knows no pictures gets them as text before it.
-    UserError as of `texts_encoder`, or where the template drops a picture.
+    As in transformers' processor, the template places each picture, which becomes one placeholder per merged token. If
+    the template does not support pictures, their placeholders precede the text. UserError as in `texts_encoder`, or if
+    the template drops a picture.
 
-    Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
-    the messages.
+    Without `chat` there is one message, and the completion continues its text. `switches` are further variables of the
+    template.
     """
     as_text: Callable[..., str] = functools.partial(render_chat, tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
@@ -272,7 +271,7 @@ def conversation_encoder(
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
-        # Texts of a conversation change from row to row, its form does not.
+        # The texts of a conversation change from row to row, its structure does not.
         form = tuple((message.role, *("" if isinstance(p, str) else p for p in message.parts)) for message in messages)
         if form not in encoders:
             encoders[form] = encoder_of(messages, len(texts))
@@ -290,7 +289,7 @@ def conversation_encoder(
 
 
 def knows_option(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether a chat template names an option at all."""
+    """Return whether a chat template uses an option."""
     template = tokenizer.get_chat_template(tools=[{}] if name == "tools" else None)
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
@@ -302,7 +301,7 @@ def _continued(messages: Sequence[dict[str, Json]]) -> str:
 
 
 def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
-    """A message's content as templates take pictures in it; texts that touch are one."""
+    """Return a message's content as a list of parts for templates; adjacent texts are merged."""
     content: list[dict[str, Json]] = []
     for part in parts:
         if part is PICTURE:
@@ -315,10 +314,10 @@ def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
 
 
 def _shows_pictures(render: Callable[[Json], str], picture: str, count: int = 1) -> bool:
-    """Return whether a template writes a placeholder for each of some pictures and keeps the text behind them."""
+    """Return whether a template writes a placeholder for each picture and keeps the text after them."""
     try:
         text = render(_content_parts([PICTURE] * count + [_ANSWERED]))
-    except UserError:  # it takes texts alone
+    except UserError:  # the template accepts only strings
         return False
     return text.count(picture) == count and text.count(_ANSWERED) == 1 and "{'type'" not in text
 
@@ -332,28 +331,28 @@ def observation_encoder(
     role: str = "user",
     **switches: Json,
 ) -> Callable[[str | Sequence[str], bool, Sequence[int]], list[int]]:
-    """encode(answer, ended, pictures) → the tokens between a text of the policy's and its next one.
+    """Make encode(observation, ended, pictures) → the tokens between two completions of the policy.
 
-    An answer is a message of `role`, or several, one after another. All of it is text, whatever it says. The tokens
-    follow the end token that the policy wrote; where it was cut off before one (not `ended`) they begin with it. A
-    tokenizer without a chat template gets the answer as plain text. UserError if the template fails or does not
-    show such a message, or as of `texts_encoder`.
+    An observation is one message of `role`, or several in sequence. Special tokens in it stay text. The tokens follow
+    the policy's EOS; if the completion was truncated (not `ended`), they begin with EOS. A tokenizer without a chat
+    template gets the observation as plain text. UserError if the template fails or does not render such a message, or
+    as in `texts_encoder`.
 
-    `picture` are the tokens before, of and behind a picture, () for a model that sees none; the second stands as
-    often as `pictures` says of each, and they all come before the text. `switches` are variables of the template.
+    `picture` are the tokens before, of and after a picture, () for a model without pictures. `pictures` counts the
+    placeholders of each picture; pictures precede the text. `switches` are variables of the template.
     """
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id in eos_ids else list(eos_ids)[:1]
     names = tokenizer.convert_ids_to_tokens(list(picture))
 
     def tail_of(*contents: Json) -> str:
-        """The template's text behind the policy's where this is said then."""
+        """Return the template's text after the completion, for these observations."""
         turns = (("user", _PROBE), ("assistant", _WRITTEN), *((role, content) for content in contents))
         messages = [{"role": who, "content": what} for who, what in turns]
         return render_chat(tokenizer, messages, **switches).partition(_WRITTEN)[2]
 
     @functools.cache
     def framed(count: int, messages: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
-        """The encoder of so many messages with so many pictures, and whether it closes the policy's text first."""
+        """Return the encoder for so many messages and pictures, and whether it first closes the completion."""
         marks = "".join(names) * count
         encoder = functools.partial(
             texts_encoder, tokenizer, count=messages, add_special_tokens=False, vocab_size=vocab_size
@@ -382,7 +381,7 @@ def observation_encoder(
         closing = [] if ended else ids[:opened] or end
         return [*closing, *_repeated(ids[opened:], picture[1] if picture else None, pictures)]
 
-    framed(0, 1)  # a template that cannot do it is refused before anything slow
+    framed(0, 1)  # refuse an unsuitable template before anything slow
     return encode
 
 

@@ -1,4 +1,4 @@
-"""Policies from Hugging Face folders, and back. Safetensors only; no code of a folder is ever run."""
+"""Read and write Hugging Face folders of policies. Only safetensors; no code of a folder is ever run."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 class PolicyFolder(NamedTuple):
-    """A policy as its folder holds it, without weights."""
+    """A policy's folder, without weights."""
 
     config: ModelConfig
-    tokenizer: Tokenizer  # None if it was not asked for
+    tokenizer: Tokenizer  # None if not requested
     eos_ids: tuple[int, ...]  # every token id that ends a completion
-    pad_id: int  # the first of `eos_ids` where the folder names none
+    pad_id: int  # the first of `eos_ids` if the folder names none
     path: Path
     name: str  # the hub id, or the folder's absolute path
 
 
 def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
-    """Read all of a local folder, or a hub id, of one of `models.architectures` but its weights, which take long."""
+    """Read a local folder or hub id of one of `models.architectures`, without its weights."""
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     if not (folder / "config.json").is_file():
@@ -77,9 +77,9 @@ def load_weights(
     put: Callable[[PyTree], PyTree] | None = None,
     tower: bool = False,
 ) -> dict[str, PyTree]:
-    """Load the parameters of a policy that `read_folder` gave, or its vision tower's as ``{"visual": parameters}``.
+    """Load the parameters of a `read_folder` result, or those of its vision tower as ``{"visual": parameters}``.
 
-    A `param_dtype` of None keeps the folder's. `put` takes them from host memory to their devices; None copies them to
+    A `param_dtype` of None keeps the folder's. `put` moves them from host memory to their devices; None copies them to
     the first.
     """
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
@@ -89,7 +89,7 @@ def load_weights(
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load a folder's tokenizer with its chat template; UserError if there is none, or a broken one."""
+    """Load a folder's tokenizer with its chat template; UserError if it is missing or broken."""
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
@@ -107,7 +107,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The chat template with pictures that folders of 2024 keep apart from the tokenizer's own, or None."""
+    """Return the chat template for pictures that folders of 2024 store in a separate file, or None."""
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
@@ -127,10 +127,10 @@ def save_folder(
 ) -> None:
     """Write a folder that transformers loads: the source's with the policy's weights replaced.
 
-    Configuration and tokenizer are the source's, and so is the vision tower unless `params` hold one (``visual``);
-    adapters are merged into them (``lora.merge``). Without `dtype` each tensor keeps the source's. The folder appears
-    at once when it is complete, replacing an earlier export; UserError if it is in use for something else. Weights
-    loaded and saved without a change are bit-equal.
+    Configuration and tokenizer are the source's, and so is the vision tower unless `params` hold one (``visual``).
+    `params` have merged adapters (``lora.merge``). Without `dtype` each tensor keeps the source's dtype. The folder
+    appears atomically and replaces an earlier export; UserError if it holds anything else. Weights that are loaded and
+    saved unchanged are bit-equal.
     """
     folder, source = Path(folder), resolve_folder(source_folder)
     if folder.exists() and folder.resolve() == source.resolve():
@@ -150,10 +150,10 @@ def save_folder(
 
 
 def resolve_folder(folder: str | Path) -> Path:
-    """Find a folder by its path or hub id; safetensors, configurations and tokenizer are downloaded if not cached."""
+    """Find a folder by path or hub id; download safetensors, configurations and tokenizer unless cached."""
     name = str(folder)
     path = os.path.expanduser(name)
-    if os.path.isdir(path):  # of any text: NUL and what is too long for a path are no folders
+    if os.path.isdir(path):  # False too for strings with NUL, or too long for a path
         return Path(path)
     if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII) and not name.startswith("."):
         return _from_hub(name)
@@ -164,23 +164,23 @@ def resolve_folder(folder: str | Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """The folder of a hub id in the local cache, after a download where it is not complete there."""
+    """Return a hub id's folder in the local cache, after a download unless it is complete."""
     from huggingface_hub import snapshot_download
 
     patterns = [f"*{suffix}" for suffix in (*_COPIED, ".safetensors")]
 
     def fetch(**where: bool) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=patterns, **where))
-        weight_files(folder)  # raises where the cache has a part of them
+        weight_files(folder)  # raises if the cache has only some of them
         return folder
 
     try:
         return fetch(local_files_only=True)
-    except Exception:  # not in the cache, or only in part
+    except Exception:  # not, or not completely, in the cache
         pass
     try:
         return fetch()
-    except Exception as error:  # offline, gated, no such id, disk full: hub and transport raise many kinds
+    except Exception as error:  # offline, gated, unknown id, full disk: hub and transport raise many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"policy {name!r} is neither a folder here nor did the hub give it ({reason}): check the name and the "
@@ -190,7 +190,7 @@ def _from_hub(name: str) -> Path:
 
 
 def model_config(folder: Path, raw: ConfigJson) -> ModelConfig:
-    """The decoder's config from a ``config.json``; UserError names a field that is not supported."""
+    """Return the decoder's config from a ``config.json``; UserError names an unsupported field."""
     kinds = ValueError, TypeError, LookupError, ArithmeticError, AttributeError
     with as_user_error(f"{folder}/config.json", *kinds):
         return read_model_config(raw)
@@ -199,7 +199,7 @@ def model_config(folder: Path, raw: ConfigJson) -> ModelConfig:
 def _special_ids(
     folder: Path, raw: ConfigJson, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[tuple[int, ...], int]:
-    """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
+    """Return EOS and padding ids: the generation config's, else the config's, else the tokenizer's."""
     path = folder / "generation_config.json"
     generation = read_json_file(path) if path.is_file() else {}
     nested = raw.get("text_config")
@@ -226,7 +226,7 @@ def _is_id(value: object, vocab_size: int) -> bool:
 
 
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
-    """Copy configurations and tokenizer; neither weights in other formats nor code."""
+    """Copy configurations and tokenizer, without code and without weights in other formats."""
     for path in source.iterdir():
         wanted = path.suffix in _COPIED or path.name.upper().startswith("LICENSE")
         if path.is_file() and wanted and not path.name.endswith(".bin.index.json"):
@@ -234,7 +234,7 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
     if dtype is not None:
         raw = read_json_file(work / "config.json")
         if not {"dtype", "torch_dtype"} & raw.keys():
-            raw["torch_dtype"] = dtype  # the older of two names, which every version reads
+            raw["torch_dtype"] = dtype  # the older name, which every version reads
         for fields in (raw, raw.get("text_config") or {}):
             for name in ("dtype", "torch_dtype"):
                 if name in fields:
@@ -249,14 +249,14 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
 
 
 def require_hub(repo: str) -> None:
-    """Refuse an invalid name, no login, and being offline with a UserError, without asking over the network."""
+    """Raise UserError for an invalid name, a missing login, or offline mode, without a network request."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
 
     problem = f"expected OWNER/NAME of a repository, got {short_name(repo)}"
     with suppress(ValueError):
         validate_repo_id(repo)
-        _, _ = repo.split("/")  # `true`, as it is elsewhere, would be a name
+        _, _ = repo.split("/")  # a mistaken `true` would be a valid name otherwise
         problem = "" if get_token() else "nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN"
         if constants.HF_HUB_OFFLINE:
             problem = "the hub is switched off here (HF_HUB_OFFLINE); unset it"
@@ -265,7 +265,7 @@ def require_hub(repo: str) -> None:
 
 
 def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None:
-    """Write README.md, the model card, of a trained policy's folder; `base` is named if it is an id of the hub."""
+    """Write the model card, README.md, of a trained policy's folder; it names `base` if that is a hub id."""
     from huggingface_hub import ModelCard, ModelCardData
 
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None and not os.path.exists(base)
@@ -280,7 +280,7 @@ def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None
 
 
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder as one commit to a repository "owner/name", made where there is none; returns its address."""
+    """Upload a folder as one commit to a repository "owner/name", created if missing; returns its URL."""
     require_hub(repo)
     from huggingface_hub import HfApi
 
@@ -290,7 +290,7 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
         api.upload_folder(
             repo_id=address.repo_id, folder_path=str(folder), commit_message="A policy trained by grpo_jax"
         )
-    except Exception as error:  # of the hub, of HTTP or of the network: each library raises its own
+    except Exception as error:  # hub, HTTP and network libraries raise their own types
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
         reason = one_line(error) or type(error).__name__
         raise UserError(f"push_to_hub: {reason}; {folder} is complete, to push it again: {again}") from error

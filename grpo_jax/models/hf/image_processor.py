@@ -1,4 +1,4 @@
-"""Pictures as a folder wants them: its settings, and its Hugging Face image processor. No code of a folder is run."""
+"""Preparation of pictures by a folder's settings and Hugging Face image processor. No code of a folder is run."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class PictureSettings:
-    """How a folder's processor prepares a picture."""
+    """Settings of a folder's image processor."""
 
     patch: int = 14  # pixels along a patch's side
     merge: int = 2  # patches along the side of a merged token
-    frames: int = 2  # how often a still picture stands in a patch
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel, taken off after rescaling
-    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel, divided by
+    frames: int = 2  # repetitions of a still picture in a patch (temporal_patch_size)
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # per channel, subtracted after rescaling
+    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # per channel, the divisor
     rescale: float = 1 / 255  # factor of a pixel's value in [0, 255]
     resample: int = 3  # Pillow's number of the filter: 2 bilinear, 3 bicubic
-    least: int = 56 * 56  # fewest pixels of a prepared picture
-    most: int = 28 * 28 * 1280  # most pixels of one
-    edge: int = 0  # pixels along both sides of every prepared picture; 0 where each keeps its shape
+    least: int = 56 * 56  # min_pixels of a prepared picture
+    most: int = 28 * 28 * 1280  # max_pixels of one
+    edge: int = 0  # side in pixels of every prepared picture, a square; 0 keeps each picture's shape
 
     @property
     def step(self) -> int:
-        """Pixels along the side of a merged token; the sides of a prepared picture are multiples of it."""
+        """Return the side of a merged token in pixels; a prepared picture's sides are multiples of it."""
         return self.patch * self.merge
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of a prepared picture, in pixels: `edge`, or as the processor's `smart_resize` has it.
+        """Return height and width of a prepared picture in pixels: `edge`, or those of the processor's `smart_resize`.
 
-        ValueError if the picture is longer than the processor takes.
+        ValueError if the picture's aspect ratio exceeds the processor's limit.
         """
         if min(height, width) < 1 or max(height, width) > LONGEST_SHAPE * min(height, width):
             raise ValueError(
@@ -100,16 +100,16 @@ class PictureSettings:
         return rows * step, columns * step
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of a picture of this size; raises as `fitted`."""
+        """Return rows and columns of patches for a picture of this size; raises as `fitted`."""
         fitted = self.fitted(height, width)
         return fitted[0] // self.patch, fitted[1] // self.patch
 
 
 def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -> PictureSettings:
-    """Read the settings of a local folder; patches must be cut as the tower of `vision` takes them.
+    """Read the settings of a local folder; patches must suit the tower of `vision`.
 
     `size` is the `edge`: 0 keeps each picture's shape; None takes the architecture's, within the folder's limits.
-    UserError if there are no settings, they are of another processor, or the size does not fit them.
+    UserError if settings are missing, belong to another processor, or do not suit the size.
     """
     path, fields = _fields(folder)
     with as_user_error(str(path), ValueError):
@@ -126,7 +126,7 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
 
 
 def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) -> int:
-    """The most patches of a prepared picture; where a folder is not here in full, by its model type."""
+    """Return the maximum patches of a prepared picture; for an incomplete folder, by its model type."""
     if any((folder / name).is_file() for name in FILES):
         settings = read_settings(folder, vision, size)
     else:
@@ -177,7 +177,7 @@ def _settings(fields: hf_config.ConfigJson) -> PictureSettings:
 
 
 def _default_edge(settings: PictureSettings, usual: int) -> int:
-    """The architecture's edge, smaller or larger where the folder's limits on pixels want it."""
+    """Return the architecture's edge, adjusted to the folder's limits on pixels."""
     step = settings.step
     largest = max(1, math.isqrt(settings.most) // step) * step
     smallest = -(-math.isqrt(max(settings.least - 1, 0)) // step) * step
@@ -196,9 +196,9 @@ def _check_edge(settings: PictureSettings, edge: int) -> None:
 
 
 def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
-    """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
+    """Make prepare(PIL images, RGB) → patches and grid of each, by the folder's own image processor.
 
-    It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.
+    It uses torchvision if installed, else Pillow; they differ in the last bits.
     """
     processor = _load_processor(folder)
     torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"
@@ -235,7 +235,7 @@ def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence
 
 
 def _load_processor(folder: Path) -> BaseImageProcessor:
-    """Load transformers' own class for the processor that the folder names; never one of the folder's."""
+    """Load transformers' own class for the folder's processor, never a class from the folder."""
     from transformers import AutoImageProcessor
 
     with failures_named(f"cannot load the image processor of {folder}"):

@@ -1,8 +1,8 @@
-"""Adapters in the format of the PEFT library: a folder of adapter_config.json and adapter_model.safetensors.
+"""Adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-``a`` [in, rank] and ``b`` [rank, out] of a layer are PEFT's ``lora_A.weight`` [r, in] and ``lora_B.weight`` [out, r],
-named after the module in transformers' model: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. The
-same holds for GPT-2, whose Conv1D modules store their own weight the other way round (``fan_in_fan_out``).
+``a`` [in, rank] and ``b`` [rank, out] of a layer are PEFT's ``lora_A.weight`` [r, in] and ``lora_B.weight`` [out, r].
+Names follow the module in transformers' model: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. The
+same holds for GPT-2, although its Conv1D modules store their own weight transposed (``fan_in_fan_out``).
 """
 
 import json
@@ -42,18 +42,18 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _FACTORS = {"a": "lora_A", "b": "lora_B"}
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "init_lora_weights")
-# Fields on an adapter's origin, training (dropout) or another engine, which change no result.
+# Fields about an adapter's origin, training (dropout) or another engine, which change no result.
 _SILENT = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode"),
     *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version"),
     *("qalora_group_size", "revision", "runtime_config", "task_type"),
 )
-# Starts that leave the base as it is; the others (PiSSA, OLoRA, CorDA, LoftQ …) take the adapter out of its weights.
+# Initialisations that keep the base unchanged; others (PiSSA, OLoRA, CorDA, LoftQ …) subtract the adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
-    """The adapters' configuration, None if all weights are trained; UserError if they do not fit the model."""
+    """Return the adapters' configuration, None if all weights are trained; UserError if they do not fit the model."""
     if section.path is not None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:
@@ -71,8 +71,8 @@ def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
 def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:
     """Write adapters that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
-    The folder appears at once when it is complete, replacing an earlier one. UserError if it cannot be written or
-    is in use for something else.
+    The folder appears atomically and replaces an earlier one. UserError if it cannot be written or holds anything
+    else.
 
     Args:
         adapters: The ``lora`` collection (``lora.init_adapters``); written as float32.
@@ -102,8 +102,8 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         rank, out], float32; those of a vision tower in ``visual``.
 
     Raises:
-        UserError: A file is missing, or something is unsupported: DoRA, rank-stabilised scales, biases, ranks that
-            differ between modules, adapters on other modules or in a part of the layers.
+        UserError: A file is missing, or a feature is unsupported: DoRA, rank-stabilised scales, biases, ranks that
+            differ between modules, adapters on other modules or on only some of the layers.
     """
     folder = Path(folder).expanduser()
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
@@ -122,7 +122,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
 
 def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.ConfigJson:
     naming = architecture_of(config).naming
-    if naming.beside:  # a list would also reach modules of the same names in the vision tower
+    if naming.beside:  # a list would also match the vision tower's modules of the same names
         parts = ((part, _targets_of(lora, part)) for part in _parts(config))
         targets: str | list[str] = "|".join(part.pattern(names) for part, names in parts if names)
     else:
@@ -148,10 +148,10 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.Con
 
 
 class _Part(NamedTuple):
-    path: tuple[str, ...]  # where it is in parameters and adapters
+    path: tuple[str, ...]  # its path in parameters and adapters
     prefixes: tuple[str, ...]  # possible prefixes of its modules; the first is that of transformers' own model
     modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
-    layers: int  # how many
+    layers: int  # number of layers
 
     def module(self, prefix: str, layer: int, name: str) -> str:
         return f"{prefix}{self.modules[name].format(layer)}"
@@ -186,7 +186,7 @@ def _tensor(module: str, factor: str) -> str:
 
 
 def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str:
-    """The prefix that an adapter's tensors use: that of the whole model, or of a part that was adapted alone."""
+    """Return the prefix of an adapter's tensors: that of the whole model, or of a part that was adapted alone."""
     names, start = list(names), next(iter(part.modules.values())).partition("{}")[0]
     for prefix in part.prefixes:
         if any(name.startswith(f"{_ROOT}{prefix}{start}") for name in names):
@@ -208,7 +208,7 @@ def _refuse_unsupported(raw: hf_config.ConfigJson) -> None:
 
 
 def _targets(raw: hf_config.ConfigJson, part: _Part, prefix: str) -> tuple[str, ...]:
-    """The projections that target_modules (endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
+    """Return the projections that target_modules (suffixes, pattern, or "all-linear") matches, by PEFT's own rules."""
 
     def reached(wanted: str | Sequence[str] | None, module: str) -> bool:
         if isinstance(wanted, str):
@@ -229,7 +229,7 @@ def _targets(raw: hf_config.ConfigJson, part: _Part, prefix: str) -> tuple[str, 
 
 
 def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, PyTree]:
-    """Read the ``lora`` collection; tensors that do not fit are named before anything is read."""
+    """Read the ``lora`` collection; first report all tensors that do not fit."""
     parts, kernels = _parts(config), shapes(config)
     if config_vision := config.vision:
         kernels = {**kernels, VISUAL: tower_shapes(config_vision)}

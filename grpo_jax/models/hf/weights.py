@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder: their names and places, read into stacked parameters, written back."""
+"""Tensors of a Hugging Face folder: a table of their names, reading into stacked parameters, and writing."""
 
 import functools
 import os
@@ -33,36 +33,36 @@ class TensorPlace(NamedTuple):
     """Place of a tensor in the parameters."""
 
     path: tuple[str, ...]  # keys from the parameters' root to a leaf
-    layer: int | None  # index along the leaf's first axis, or None for a leaf that is not stacked
-    # the folder stores [out, in], or [out, ...] with all that follows as one axis; the leaf is [in, out]
+    layer: int | None  # index along the leaf's first axis, or None for an unstacked leaf
+    # the folder stores [out, in], or [out, ...] whose other axes are flattened; the leaf is [in, out]
     transpose: bool
     shape: tuple[int, ...]  # of the tensor in the folder
     expert: int | None = None  # index along the leaf's second axis, or None for a leaf without experts
 
     @property
     def index(self) -> tuple[int, ...]:
-        """Index of the tensor in its leaf."""
+        """Return the index of the tensor in its leaf."""
         return tuple(index for index in (self.layer, self.expert) if index is not None)
 
     def part(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the part of the leaf that a tensor of the folder is."""
+        """Convert a tensor of the folder to its part of the leaf."""
         return tensor.reshape(len(tensor), -1).T if self.transpose else tensor
 
     def tensor(self, part: np.ndarray) -> np.ndarray:
-        """Return the tensor of the folder that the part of the leaf is."""
+        """Convert a part of the leaf to the folder's tensor."""
         return part.T.reshape(self.shape) if self.transpose else part
 
 
 @functools.lru_cache(maxsize=8)
 def shapes(config: ModelConfig) -> dict[str, PyTree]:
-    """The decoder's parameters as shapes; nothing is allocated."""
+    """Return the shapes of the decoder's parameters, without allocation."""
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
 
 
 def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:
-    """Table of tensor name → place, in the naming that a folder with these names uses.
+    """Return the table of tensor name → place, in the naming of a folder with these names.
 
-    If the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
+    If the folder of a tied model repeats the embedding as a head, both names refer to the embedding.
     """
     names = set(names)
     naming = architecture_of(config).naming
@@ -96,7 +96,7 @@ def _in_layer(
 
 
 def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:
-    """As `name_table` for the vision tower, whose places are below ``visual``; empty where the model has none."""
+    """Return the `name_table` of the vision tower, with places below ``visual``; empty without a tower."""
     vision = config.vision
     if vision is None:
         return {}
@@ -125,7 +125,7 @@ _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gg
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, its index's shards or the single one; UserError if one is missing."""
+    """Return a folder's safetensors files, the index's shards or the single one; UserError if one is missing."""
     if (folder / INDEX).is_file():
         weight_map = read_json_file(folder / INDEX).get("weight_map")
         shards = sorted({str(shard) for shard in weight_map.values()}) if isinstance(weight_map, dict) else []
@@ -145,7 +145,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """Read a JSON object; UserError if the file cannot be read or is something else."""
+    """Read a JSON object; UserError if the file cannot be read or holds anything else."""
     with as_user_error(f"cannot read {path}; download the folder again", ValueError):
         content = read_json(read_text(path), whole=None)
         if not isinstance(content, dict):
@@ -154,7 +154,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """Tensors of several safetensors files by name, read when asked for."""
+    """Tensors of several safetensors files by name, read lazily."""
 
     def __init__(self, files: list[Path]):
         """Open the files' headers; UserError if one is truncated or not safetensors."""
@@ -167,11 +167,11 @@ class TensorFiles:
             self.names |= dict.fromkeys(self._open[path].keys(), path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header."""
+        """Return a tensor's shape, from the header."""
         return tuple(self._open[self.names[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Safetensors' name of a tensor's dtype."""
+        """Return safetensors' name of a tensor's dtype."""
         return self._open[self.names[name]].get_slice(name).get_dtype()
 
     def read(self, name: str) -> np.ndarray:
@@ -191,14 +191,14 @@ class TensorFiles:
         return cast
 
     def metadata(self, path: Path) -> dict[str, str]:
-        """A file's metadata; transformers asks for the format."""
+        """Return a file's metadata; transformers needs the format."""
         return {"format": "pt", **(self._open[path].metadata() or {})}
 
 
 def read_params(
     config: ModelConfig, files: TensorFiles, dtype: np.dtype | None, *, tower: bool = False
 ) -> dict[str, PyTree]:
-    """Read the decoder's parameters as host arrays, layers stacked, or those of the vision `tower`, under ``visual``.
+    """Read the decoder's parameters as host arrays with stacked layers, or the vision `tower`'s, under ``visual``.
 
     ``dtype`` None keeps the folder's.
     """
@@ -211,7 +211,7 @@ def read_params(
         raise UserError(f"weights do not fit config.json: {first_problems(problems)}")
     stacked: dict[tuple[str, ...], tuple[int, ...]] = {}
     for place in table.values():
-        stacked[place.path] = max(stacked.get(place.path, ()), place.index)  # the last of each axis
+        stacked[place.path] = max(stacked.get(place.path, ()), place.index)  # last index of each axis
     leaves: dict[tuple[str, ...], np.ndarray] = {}
     for name, place in table.items():
         path, value = place.path, place.part(files.read_finite(name, dtype))
@@ -227,7 +227,7 @@ def read_params(
 
 
 def unfitting(expected: Mapping[str, tuple[int, ...]], files: TensorFiles) -> list[str]:
-    """The mistakes in the files' tensors against the expected names and shapes, in words."""
+    """Describe the differences of the files' tensors from the expected names and shapes."""
     problems = [f"{name} is missing" for name in expected if name not in files.names]
     for name in files.names:
         if name not in expected:
@@ -240,7 +240,7 @@ def unfitting(expected: Mapping[str, tuple[int, ...]], files: TensorFiles) -> li
 
 
 def first_problems(problems: list[str]) -> str:
-    """The first problems in one line, and the number of further ones."""
+    """Join the first problems in one line, with the number of further ones."""
     more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
     return f"{'; '.join(problem[:100] for problem in problems[:2])}{more}"
 
@@ -273,14 +273,14 @@ def _exported(name: str, leaves: Leaves, place: TensorPlace, dtype: np.dtype) ->
 
 
 def refuse_foreign(folder: Path, marker: str, kind: str) -> None:
-    """Raise UserError for a file, or for a folder that holds something and lacks the `marker` file of this `kind`."""
+    """Raise UserError for a file, or for a non-empty folder without the `marker` file of this `kind`."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / marker).exists()):
         raise UserError(f"{folder} exists and is not {kind}: choose another place or remove it")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder that takes its name when the block ends; an earlier one stays until then."""
+    """Make an empty folder that gets its name at the end of the block; an earlier one stays until then."""
     work = folder.parent / f".{folder.name}.writing-{os.getpid()}"
     old = folder.parent / f".{folder.name}.old-{os.getpid()}"
     try:

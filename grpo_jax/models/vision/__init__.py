@@ -1,1 +1,1 @@
-"""Pictures in a prompt: patches, towers, and where their states stand in the text."""
+"""Pictures in prompts: patches, vision towers, and their states."""

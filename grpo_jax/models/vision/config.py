@@ -14,31 +14,31 @@ class VisionConfig:
 
     model_type: str  # Hugging Face's name of the architecture, tower and language model together
     depth: int  # number of layers
-    width: int  # of the layers' states
-    inner: int  # of their MLP
-    heads: int  # of their attention; a head's size is a multiple of 4
+    width: int  # hidden size of the layers
+    inner: int  # width of their MLP
+    heads: int  # attention heads; a head's size is a multiple of 4
     out: int  # D, width of the language model
     patch: int  # pixels along a patch's side
-    image_token: int  # the placeholder that a merged token's state takes the place of
+    image_token: int  # placeholder token that a merged token's state replaces
     video_token: int  # the same for videos, which are not supported: it must not occur in a text
     vision_start_token: int  # ordinary token before a picture
-    vision_end_token: int  # ordinary token behind a picture
+    vision_end_token: int  # ordinary token after a picture
     activation: str = "quick_gelu"  # of the layers' MLP, one of `ACTIVATIONS`
-    frames: int = 2  # a patch holds as many, all alike for a still picture
-    channels: int = 3  # of a pixel
+    frames: int = 2  # frames in a patch, all equal for a still picture
+    channels: int = 3  # channels of a pixel
     merge: int = 2  # patches along the side of a merged token
-    # merged tokens along the side of an attention window; None where all layers see the whole picture
+    # merged tokens along the side of an attention window; None if all layers see the whole picture
     window: int | None = None
-    full_attention_layers: tuple[int, ...] = ()  # those that do where there are windows
-    # those whose states are also added after the first layers of the language model, ascending
+    full_attention_layers: tuple[int, ...] = ()  # layers that see the whole picture, if there are windows
+    # layers whose states are also added after the first layers of the language model, ascending
     deepstack_layers: tuple[int, ...] = ()
-    positions: int = 0  # rows of the table of learned positions, of which the largest square is used; 0 for none
-    theta: float = 10_000.0  # base of the rotations' wavelengths
+    positions: int = 0  # rows of the table of learned positions, whose largest square is used; 0 for none
+    theta: float = 10_000.0  # base of the rotary wavelengths
     epsilon: float = 1e-6  # of every norm
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
 
     def __post_init__(self):
-        """Refuse impossible shapes, by the names of the fields in a ``config.json``."""
+        """Refuse impossible shapes, with the field names of ``config.json``."""
         whole = self.width % self.heads == 0 and self.head_dim % 4 == 0
         words = f"a divisor of the width {self.width} that leaves a multiple of 4"
         hf_config.expect(whole, "vision_config.num_heads", words, self.heads)
@@ -50,29 +50,29 @@ class VisionConfig:
 
     @property
     def head_dim(self) -> int:
-        """E, size of a head."""
+        """Return E, the head size."""
         return self.width // self.heads
 
     @property
     def pixels(self) -> int:
-        """C, numbers in a patch."""
+        """Return C, the numbers in a patch."""
         return self.channels * self.frames * self.patch**2
 
     @property
     def merged(self) -> int:
-        """Patches in a merged token."""
+        """Return the patches in a merged token."""
         return self.merge**2
 
     @property
     def side(self) -> int:
-        """Side of the square of learned positions."""
+        """Return the side of the square of learned positions."""
         return math.isqrt(self.positions)
 
 
-# Other names that transformers or the hub's folders have for the same fields.
+# Other names of the same fields, in transformers or in hub folders.
 _ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 _REPEATED = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
-# The fields of each architecture, with transformers' values where a folder does not say.
+# The fields of each architecture, with transformers' defaults.
 _COMMON = {
     "depth": 32,
     "num_heads": 16,
@@ -92,7 +92,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
     | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
 }
-_SIDE = hf_config.whole(1, 2**12)  # of patches, windows and a patch's parts
+_SIDE = hf_config.whole(1, 2**12)  # side of patches, windows and a patch's parts
 _INDEX = hf_config.whole(0, 2**24)
 _KINDS = {
     **dict.fromkeys(
@@ -109,7 +109,7 @@ _KINDS = {
     "initializer_range": hf_config.NOT_NEGATIVE,
     "rope_parameters": hf_config.TABLE,
 }
-# Fields at whose other values transformers' towers, or those of other architectures, compute something else.
+# Fields with other values in transformers' towers, or in other architectures, that would change the computation.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **hf_config.NEUTRAL,
     **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (True,)),
@@ -127,7 +127,7 @@ _TOKENS = {
 
 
 def read_vision(config: hf_config.ConfigJson, vocab_size: int, hidden_size: int) -> VisionConfig | None:
-    """Read a Qwen-VL folder's tower, every field of it honoured or refused; None where ``config.json`` has none."""
+    """Read a Qwen-VL folder's tower, supporting or refusing every field; None if ``config.json`` has none."""
     raw, model_type = config.get("vision_config"), config["model_type"]
     hf_config.check_kinds(config, {"vision_config": hf_config.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
     if raw is None:
@@ -160,7 +160,7 @@ def _read_shape(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
         "channels": fields["in_channels"],
         "merge": fields["spatial_merge_size"],
         "window": window and _window(window, fields),
-        # Those that there are; transformers' list is of 32 layers where a folder gives none.
+        # Keep only existing layers: transformers' default list is for 32 layers.
         "full_attention_layers": tuple(
             layer for layer in range(fields["depth"]) if layer in fields.get("fullatt_block_indexes", ())
         ),

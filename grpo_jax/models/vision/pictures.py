@@ -1,4 +1,4 @@
-"""Pictures of different sizes in arrays of few shapes: packed, joined, and cut apart."""
+"""Pictures of different sizes in arrays of few shapes: packing, joining and splitting."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from grpo_jax.models.vision.config import VisionConfig
 
 
 class Pictures(NamedTuple):
-    """Pictures as a tower takes them: [..] rows with up to I pictures each, in the order of their prompts.
+    """Inputs of a vision tower: [..] rows with up to I pictures each, in the order of their prompts.
 
-    The leading axes are [P] for prompts, [P, G] for an environment's answers to completions. Pictures differ in size:
-    S is the largest of the bucket, and the places behind a picture's own patches are 0.
+    The leading axes are [P] for prompts, [P, G] for observations. Pictures differ in size: S is the largest of the
+    bucket, and the padding after a picture's patches is 0.
     """
 
     # f32 [.., I, S, C], normalised pixel values in the processor's order (merged block after merged block, its
     # patches row by row), C = channels · frames · p · p
     patches: jax.Array
-    grid: jax.Array  # i32 [.., I, 2], rows and columns of patches; (0, 0) where there is no picture
+    grid: jax.Array  # i32 [.., I, 2], rows and columns of patches; (0, 0) for no picture
     # i32 [.., I, W, B], merged tokens of each attention window (-1: none); None for a tower without windows
     windows: jax.Array | None = None
 
 
 class PictureStates(NamedTuple):
-    """A tower's states of `Pictures`: one for each placeholder token of a text."""
+    """A vision tower's output for `Pictures`: one state for each placeholder token."""
 
     states: jax.Array  # [.., I, M, D], M = S / merge²; row by row of merged tokens
-    grid: jax.Array  # i32 [.., I, 2], rows and columns of merged tokens; (0, 0) where there is no picture
+    grid: jax.Array  # i32 [.., I, 2], rows and columns of merged tokens; (0, 0) for no picture
     # [.., I, M, D] each, added after the first decoder layers, one array per layer (Qwen3-VL)
     deepstack: tuple[jax.Array, ...] = ()
 
 
 def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
-    """Windows of a picture's grid from the upper left, i32 [windows, B]: merged tokens row by row, then -1."""
+    """Return the windows of a picture's grid from the upper left, i32 [windows, B]: merged tokens by row, then -1."""
     assert config.window is not None
     height, width, side = grid[0] // config.merge, grid[1] // config.merge, config.window
     tokens = np.full((-(-height // side) * side, -(-width // side) * side), -1, np.int32)
@@ -55,13 +55,13 @@ class Picture(NamedTuple):
 
 
 def bucketed(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: at most half as much again."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …, at most 1.5 times as much."""
     power = 1 << max(count - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
 def bucket_patches(patches: int, config: VisionConfig) -> int:
-    """S of the bucket for pictures of up to this many patches."""
+    """Return S of the bucket for pictures of up to this many patches."""
     return bucketed(-(-patches // config.merged)) * config.merged
 
 
@@ -70,8 +70,8 @@ def pack_rows(
 ) -> Pictures:
     """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of few shapes.
 
-    Rows without pictures get empty slots, so that each part of a data set is of one kind. `slots` and `patches` are
-    the most pictures of a row, and patches of a picture, in the data set: no array is larger.
+    Rows without pictures get empty slots, so that all batches of a data set have the same structure. `slots` and
+    `patches` are the data set's maximum pictures per row and patches per picture, and limit the arrays.
     """
     most_slots = max(1, *(len(row) for row in rows))
     most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
@@ -102,7 +102,7 @@ def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -
 
 
 def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.ndarray | None:
-    """Attention windows of pictures with grids [.., I, 2] in a bucket of S patches: i32 [.., I, W, B], or None."""
+    """Return the attention windows of pictures with grids [.., I, 2] and S patches: i32 [.., I, W, B], or None."""
     if config.window is None:
         return None
     flat = [tuple(map(int, grid)) for grid in np.asarray(grids).reshape(-1, 2)]
@@ -120,9 +120,9 @@ _Shown = TypeVar("_Shown", bound=Pictures | PictureStates)
 
 
 def joined_some(parts: Sequence[_Shown | None], counts: Sequence[int]) -> _Shown | None:
-    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None if none has any.
+    """Concatenate `Pictures` or `PictureStates` of several chunks, padded to one size; None if none has any.
 
-    Rows of chunks without pictures, `counts` of each, get empty slots.
+    The `counts` rows of a chunk without pictures get empty slots.
     """
     some = next((part for part in parts if part is not None), None)
     if some is None:
@@ -137,15 +137,15 @@ def joined_some(parts: Sequence[_Shown | None], counts: Sequence[int]) -> _Shown
 
 
 def chained(parts: Sequence[_Shown | None]) -> _Shown | None:
-    """Join pictures [P, G, I, ..] of the same completions, one behind the other; None if there are none."""
+    """Concatenate pictures [P, G, I, ..] of the same completions along I; None if there are none."""
     some = [part for part in parts if part is not None]
     return _concatenate(some, 2) if some else None
 
 
 def place_pictures(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
-    """Place pictures [N, 1, ..] as those of completions of `shape` (P, G): [P, G, I, ..], filled up with no picture.
+    """Assign pictures [N, 1, ..] to completions of `shape` (P, G): [P, G, I, ..], padded with empty slots.
 
-    `owners` are (p, g) of each, in the order in which a completion sees its own.
+    `owners` are (p, g) of each picture, in the order of a completion's pictures.
     """
     index = np.full((*shape, max(Counter(owners).values())), len(owners))
     slots: Counter[tuple[int, int]] = Counter()

@@ -1,4 +1,4 @@
-"""Vision towers as pure functions: pictures in, states that take the places of placeholder tokens out."""
+"""Vision towers as pure functions from pictures to the states that replace placeholder tokens."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ from grpo_jax.models.variables import VISUAL, PyTree, Variables, tower_params
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 
-_MOST_SCORES = 2**28  # that are there at once, 1 GiB in float32; where there would be more, heads take turns
+_MOST_SCORES = 2**28  # scores held at once, 1 GiB in float32; beyond that, heads run one by one
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 
 class PatchPlaces(NamedTuple):
-    """Where patches are in their pictures: rows and columns i32 [N, S], 0 where `present`, bool [N, S], is False."""
+    """Positions of patches in their pictures: rows and columns i32 [N, S], 0 if `present`, bool [N, S], is False."""
 
     rows: jax.Array
     columns: jax.Array
@@ -40,15 +40,15 @@ class PatchPlaces(NamedTuple):
 class Layout(NamedTuple):
     """Layout of the pictures, the same for every layer."""
 
-    present: jax.Array  # bool [N, S], which patches there are
-    rotation: tuple[jax.Array, jax.Array]  # cosine and sine of their places, each float32 [N, S, E/2]
-    # i32 [N, W, B], merged tokens of each attention window, M where there is none; or None
+    present: jax.Array  # bool [N, S], False on padding
+    rotation: tuple[jax.Array, jax.Array]  # cosine and sine of the patches' positions, each float32 [N, S, E/2]
+    # i32 [N, W, B], merged tokens of each attention window, padded with M; or None
     windows: jax.Array | None = None
-    slots: jax.Array | None = None  # i32 [N, M], where each merged token is in the windows laid end to end; or None
+    slots: jax.Array | None = None  # i32 [N, M], index of each merged token in the concatenated windows; or None
 
 
 def places(grid: jax.Array, patches: int, merge: int) -> PatchPlaces:
-    """PatchPlaces of S patches in the processor's order: merged block after merged block, its patches row by row.
+    """Return the PatchPlaces of S patches in the processor's order: by merged block, then row by row.
 
     `grid` i32 [N, 2] holds rows and columns of patches, multiples of ``merge``; (0, 0) for no picture.
     """
@@ -62,7 +62,7 @@ def places(grid: jax.Array, patches: int, merge: int) -> PatchPlaces:
 
 
 def patch_rotation(config: VisionConfig, where: PatchPlaces) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [N, S, E/2]: a quarter of a head turns with the row, a quarter with the column."""
+    """Return cosine and sine, float32 [N, S, E/2]: a quarter of a head for the row, a quarter for the column."""
     exponent = jnp.arange(0, config.head_dim // 2, 2, dtype=jnp.float32) / (config.head_dim // 2)
     table = 1.0 / config.theta**exponent
     halves = [axis[..., None].astype(jnp.float32) * table[None, None] for axis in (where.rows, where.columns)]
@@ -71,7 +71,7 @@ def patch_rotation(config: VisionConfig, where: PatchPlaces) -> tuple[jax.Array,
 
 
 def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The windows with M for -1, and the place of each of M merged tokens in all windows end to end (0: none)."""
+    """Return windows with M for -1, and each merged token's index in the concatenated windows (0: none)."""
     windows = jnp.where(windows < 0, tokens, windows)
     flat = windows.reshape(len(windows), -1)
     pictures = jnp.arange(len(windows))[:, None]
@@ -81,9 +81,9 @@ def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
 
 
 def attend_patches(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Array) -> jax.Array:
-    """Softmax attention of patches [.., S, H, E] over the readable ones, bool [.., S]; scores are float32.
+    """Compute softmax attention of patches [.., S, H, E] over readable ones, bool [.., S]; scores are float32.
 
-    If there would be too many scores at once, heads take turns.
+    If the scores would need too much memory, heads run one by one.
     """
     heads = max(1, _MOST_SCORES * query.shape[-2] // math.prod((*query.shape[:-1], query.shape[-3])))
     if heads >= query.shape[-2]:
@@ -105,7 +105,7 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Ar
 
 
 def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout) -> jax.Array:
-    """`attend_patches` within each window: [N, S, H, E] gathered to [N, W, patches of a window, H, E] and put back."""
+    """Apply `attend_patches` within each window: gather [N, S, H, E] to [N, W, window patches, H, E] and back."""
     windows, slots = layout.windows, layout.slots
     pictures, tokens = slots.shape
     count, size = windows.shape[1:]
@@ -123,7 +123,7 @@ def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: L
 
 
 class TowerBlock(nn.Module):
-    """One layer: attention and an MLP, which is gated in some architectures."""
+    """One layer of attention and an MLP, which is gated in some architectures."""
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike
@@ -150,9 +150,9 @@ class TowerBlock(nn.Module):
             self.fc2 = projection(c.width)
 
     def __call__(self, x: jax.Array, whole: jax.Array | None, layout: Layout) -> jax.Array:
-        """States [N, S, D] to the next layer's.
+        """Run the layer on states [N, S, D].
 
-        `whole`, a bool scalar, says whether attention sees the whole picture rather than a window; None: always.
+        `whole`, a bool scalar, selects attention over the whole picture rather than a window; None: always.
         """
         x = x + self.proj(self.attention(self.norm1(x), whole, layout))
         return x + self._mlp(self.norm2(x))
@@ -164,7 +164,7 @@ class TowerBlock(nn.Module):
         return self.fc2(activation(self.fc1(x)))
 
     def attention(self, x: jax.Array, whole: jax.Array | None, layout: Layout) -> jax.Array:
-        """Attention over a picture or a window, [N, S, D]."""
+        """Attend over a picture or a window, [N, S, D]."""
         c = self.config
         fused = self.qkv(x).reshape(*x.shape[:-1], 3, c.heads, c.head_dim)
         cos, sin = (part[:, :, None] for part in layout.rotation)
@@ -182,7 +182,7 @@ class TowerBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """The patches of a merged token in one state of the language model's width: norm, linear map, GELU, linear map.
+    """Merges patches to one state of the language model's width: norm, linear map, GELU, linear map.
 
     With `norm_merged` the norm is over the merged token rather than over each patch.
     """
@@ -194,7 +194,7 @@ class Merger(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[N, S, D] to [N, M, D of the language model]."""
+        """Map [N, S, D] to [N, M, D of the language model]."""
         c = self.config
         norm = self.norm(c.epsilon, name="norm")
         merged = (x.shape[0], x.shape[1] // c.merged, c.merged * c.width)
@@ -205,9 +205,9 @@ class Merger(nn.Module):
 
 
 def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
-    """Learned positions float32 [N, S, D], interpolated bilinearly in a square table whose corners are the picture's.
+    """Interpolate learned positions bilinearly, float32 [N, S, D]; the corners of table and picture coincide.
 
-    `table` [positions, D] holds the square of this side row by row.
+    `table` [positions, D] holds a square of this side row by row.
     """
 
     def taps(index: jax.Array, size: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -226,18 +226,18 @@ def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Arra
 
 
 class TowerArchitecture(NamedTuple):
-    """One architecture of towers."""
+    """One architecture of vision towers."""
 
     gated: bool  # whether a layer's MLP is gated
     norm: type[nn.Module]  # its norms, made as norm(epsilon)
     patch_bias: bool  # whether the map from pixels to states has a bias
-    # names of the layers' kernels, on which adapters can be put → how devices share them
+    # names of the layers' kernels, which can have adapters → their sharding
     projections: Mapping[str, str]
-    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the number in a stack
+    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the index in a stack
 
 
 def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str, str]:
-    """Names that all architectures have, with those of a layer's MLP and of the merger."""
+    """Return the names of all architectures, with those of a layer's MLP and of the merger."""
     return {
         "patch_embed": "patch_embed.proj",
         **{f"layers/{name}": f"blocks.{{}}.{name}" for name in ("norm1", "norm2")},
@@ -288,7 +288,7 @@ TOWERS: dict[str, TowerArchitecture] = {
 
 
 class Tower(nn.Module):
-    """From patches to merged states; fields as those of `decoder.Decoder`."""
+    """Vision tower from patches to merged states; its fields are those of `decoder.Decoder`."""
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike = jnp.float32
@@ -311,7 +311,7 @@ class Tower(nn.Module):
     def __call__(
         self, patches: jax.Array, grid: jax.Array, windows: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Patches [N, S, C] of pictures with grids i32 [N, 2] to states [N, M, D] and deepstack's, each [N, M, D]."""
+        """Map patches [N, S, C] with grids i32 [N, 2] to states [N, M, D] and DeepStack's, each [N, M, D]."""
         c = self.config
         where = places(grid, patches.shape[1], c.merge)
         x = self.patch_embed(patches.astype(self.dtype))
@@ -328,7 +328,7 @@ class Tower(nn.Module):
         return jnp.where(merged, states, 0), tuple(jnp.where(merged, part, 0) for part in deepstack)
 
     def _run(self, x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-        """States after all layers, and after those of deepstack [J, N, S, D]."""
+        """Return the states after all layers, and after DeepStack's layers [J, N, S, D]."""
         c = self.config
 
         def step(block: TowerBlock, carry: tuple[jax.Array, jax.Array], layer: PyTree) -> tuple[PyTree, None]:
@@ -352,7 +352,7 @@ class Tower(nn.Module):
 def encode_pictures(tower: Tower, variables: Variables, pictures: Pictures) -> PictureStates:
     """Run a tower on `Pictures` [.., I, ..].
 
-    Its parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained; adapters
+    Its parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` if trained; its adapters are
     ``variables["lora"]["visual"]``, if any.
     """
     collections = {"params": tower_params(variables)}
@@ -374,12 +374,12 @@ def encode_pictures(tower: Tower, variables: Variables, pictures: Pictures) -> P
 
 
 def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:
-    """The tower's parameters as shapes; nothing is allocated."""
+    """Return the shapes of the tower's parameters, without allocation."""
     return jax.eval_shape(lambda key: init_tower(config, key), jax.random.key(0))
 
 
 def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:
-    """Draw parameters: normal weights, unit norms, zero biases."""
+    """Initialise parameters: normal weights, unit norms, zero biases."""
     tower = Tower(config, remat="none")
     patches = jax.ShapeDtypeStruct((1, config.merged, config.pixels), jnp.float32)
     windows = None

@@ -1,1 +1,1 @@
-"""CartPole: the same algorithms where a mistake shows within seconds, all of training in one compiled function."""
+"""CartPole: the same algorithms on a task that shows a mistake within seconds, compiled as one function."""

@@ -1,7 +1,7 @@
 """CartPole-v1 as pure functions of arrays: its equations, whole episodes, and steps with automatic reset.
 
-The equations are those of Barto, Sutton and Anderson, "Neuronlike adaptive elements that can solve difficult learning
-control problems" (1983), with gymnasium's constants and Euler steps. A policy is a function: observations `[B, 4]` →
+The equations are from "Neuronlike adaptive elements that can solve difficult learning control problems" (Barto, Sutton
+and Anderson 1983), with gymnasium's constants and Euler steps. A policy is a function: observations `[B, 4]` →
 log-odds `[B]` of pushing to the right.
 """
 
@@ -48,7 +48,7 @@ class Episodes(NamedTuple):
     actions: jax.Array  # bool [T, B], True for right
     log_odds: jax.Array  # f32 [T, B] of right, under the policy that acted
     mask: jax.Array  # bool [T, B], the steps that were taken
-    positions: jax.Array  # f32 [T, B], where the cart is after the step
+    positions: jax.Array  # f32 [T, B], position of the cart after the step
 
 
 class Steps(NamedTuple):
@@ -58,8 +58,8 @@ class Steps(NamedTuple):
     actions: jax.Array  # bool [T, B], True for right
     log_odds: jax.Array  # f32 [T, B] of right, under the policy that acted
     next_observations: jax.Array  # f32 [T, B, 4], after the step and before a reset
-    terminated: jax.Array  # bool [T, B], fell or left the track: no value after it
-    truncated: jax.Array  # bool [T, B], ended by the time limit alone: its value goes on
+    terminated: jax.Array  # bool [T, B], fell or left the track: no bootstrapping
+    truncated: jax.Array  # bool [T, B], ended only by the time limit: bootstraps
     lengths: jax.Array  # i32 [T, B], steps of the episode up to this one
 
 
@@ -70,7 +70,7 @@ def reset(key: jax.Array, count: int) -> State:
 
 
 def step(states: State, right: jax.Array) -> tuple[State, jax.Array]:
-    """Push every cart; return the states after it and which have fallen or left the track (no time limit)."""
+    """Push every cart; return the new states, and whether each has fallen or left the track (no time limit)."""
     cos = jnp.cos(states.theta)
     sin = jnp.sin(states.theta)
     force = jnp.where(right, FORCE, -FORCE)
@@ -96,7 +96,7 @@ def observe(states: State) -> jax.Array:
 def objective_rewards(objective: str, positions: jax.Array) -> jax.Array:
     """Return the reward of every step from the positions after it.
 
-    "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / WIDTH), while the track ends at 2.4.
+    "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / WIDTH). The track ends at 2.4.
     """
     if objective == "upright":
         return jnp.ones_like(positions)
@@ -107,8 +107,8 @@ def objective_rewards(objective: str, positions: jax.Array) -> jax.Array:
 def largest(values: jax.Array) -> jax.Array:
     """Return the largest value; under vmap, that of all members of the batch.
 
-    A loop whose condition differs between vmapped members copies its whole carry at every turn to keep the finished
-    ones as they were. Here turns after the end are masked, so all members may turn as often as the longest.
+    A loop whose condition differs between vmapped members copies its whole carry at every iteration, to keep finished
+    members unchanged. Here iterations after the end are masked, so all members may run as long as the longest.
     """
     return jnp.max(values)
 
@@ -129,7 +129,7 @@ def _draw(log_odds: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def play_episodes(policy: Policy, states: State, key: jax.Array | None) -> Episodes:
-    """Play one episode from each state; the draws of step t follow from (key, t), None takes the likelier action."""
+    """Play one episode from each state; step t samples with (key, t), or takes the likelier action if key is None."""
     count = states.x.shape[0]
     zeros = jnp.zeros((MAX_STEPS, count))
     none = jnp.zeros((MAX_STEPS, count), jnp.bool_)
@@ -145,7 +145,7 @@ def play_episodes(policy: Policy, states: State, key: jax.Array | None) -> Episo
         log_odds = policy(observations)
         right = log_odds > 0 if key is None else _draw(log_odds, jax.random.fold_in(key, t))
         after, terminated = step(states, right)
-        after = _where(alive, after, states)  # a fallen cart stays where it is: no numbers without bound
+        after = _where(alive, after, states)  # a fallen cart stays in place, so that its numbers stay bounded
         row = Episodes(jnp.where(alive[:, None], observations, 0), right, log_odds, alive, after.x)
         record = jax.tree.map(lambda rows, new: rows.at[t].set(new), record, row)
         return t + 1, after, alive & ~terminated, record
@@ -154,7 +154,7 @@ def play_episodes(policy: Policy, states: State, key: jax.Array | None) -> Episo
 
 
 def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> tuple[State, Steps]:
-    """Play T = `steps` steps with sampled actions, resetting where an episode ends; return the last states too."""
+    """Play T = `steps` steps with sampled actions and automatic reset; return also the last states."""
 
     def turn(states, key):
         act, start = jax.random.split(key)

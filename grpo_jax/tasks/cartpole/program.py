@@ -1,4 +1,4 @@
-"""CartPole as a run: all seeds in one compiled block of iterations, called in turn."""
+"""CartPole as a run: repeated calls of one compiled block of iterations for all seeds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 
 @dataclass(frozen=True)
 class CartPoleBlocks:
-    """Every seed of a config side by side: the seeds are the first axis of `start` and `block`; `devices` share them.
+    """All seeds of a config in parallel: they are the first axis of `start` and `block`, and `devices` share them.
 
-    Notes are each measure before training, and the environment steps at which each seed was solved.
+    Notes hold each measure before training, and the environment steps at which each seed was solved.
     """
 
     config: CartPoleConfig
@@ -41,11 +41,11 @@ class CartPoleBlocks:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Number of weights of each network."""
+        """Return the number of weights of each network."""
         return {name: count_weights(tree) // self.config.num_seeds for name, tree in self.start.variables.items()}
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:
-        """Measure the start: notes, seconds, and a line to print."""
+        """Evaluate the start; return notes, seconds, and a line to print."""
         before = self._measure(self.start)
         notes = {"before": before, "solved_at": [None] * self.config.num_seeds}
         line = f"before training: mean return {np.mean(before['episode_return']):.1f} of {MAX_STEPS}"
@@ -54,14 +54,14 @@ class CartPoleBlocks:
     def advance(
         self, state: Carry, iteration: int, notes: Notes
     ) -> tuple[Carry, list[dict[str, float]], dict[str, float], Notes]:
-        """Run `evaluation.every` iterations of every seed, and measure: state, rows of metrics, seconds, notes."""
+        """Run `evaluation.every` iterations of every seed, and evaluate; return state, metrics rows, seconds, notes."""
         steps_before = np.asarray(state.steps, np.int64).sum()
         started = time.monotonic()
         state, metrics, measures = jax.block_until_ready(self.block(state))
         seconds = time.monotonic() - started
         steps, returns = np.asarray(state.steps, np.int64), np.asarray(measures["episode_return"])
         solved, pace = returns >= SOLVED, float(steps.sum() - steps_before) / seconds
-        means = {  # of the seeds that have a number
+        means = {  # over the seeds with a number
             name: np.ma.masked_invalid(np.asarray(values, np.float64)).mean(axis=0).filled(np.nan).tolist()
             for name, values in metrics.items()
         }
@@ -79,8 +79,8 @@ class CartPoleBlocks:
         return state, rows, {"train": seconds}, {**notes, "solved_at": solved_at}
 
     def finish(self, state: Carry, iteration: int, seconds: Mapping[str, float], notes: Notes) -> Finished:
-        """Measure all seeds on fresh starts: evaluation.<measure>.{before, after, oracle}, seeds solved, pace."""
-        # One more than the last measurement's: starts that chose nothing.
+        """Evaluate all seeds on fresh starts: evaluation.<measure>.{before, after, oracle}, seeds solved, pace."""
+        # One more than the last evaluation's number: these starts have not influenced any choice.
         after = self._measure(state._replace(iteration=state.iteration + 1))
         before, solved_at, config = notes["before"], notes["solved_at"], self.config
         steps = int(np.asarray(state.steps, np.int64).sum())
@@ -139,14 +139,14 @@ def make_blocks(config: CartPoleConfig, info: Info) -> CartPoleBlocks:
 
 
 def seed_keys(seed: int, number: int) -> jax.Array:
-    """Return the keys of seeds seed, seed + 1, …, to vmap over; a seed learns the same alone and among others."""
+    """Return the keys of seeds seed, seed + 1, …, to vmap over; a seed's result does not depend on the others."""
     return jax.vmap(jax.random.key)(jnp.arange(seed, seed + number))
 
 
 def split_processor() -> None:
-    """Ask JAX for one CPU device per core; without effect once JAX has started, or where XLA_FLAGS gives a number.
+    """Request one CPU device per core; without effect if JAX has started, or XLA_FLAGS sets a number.
 
-    The networks are far too small for two threads to share one product; whole seeds are what cores can share out.
+    The networks are too small to split one product between threads, so cores share whole seeds.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
@@ -156,20 +156,20 @@ def split_processor() -> None:
 
 
 def seed_devices(seeds: int) -> list[jax.Device]:
-    """Return the most of JAX's devices that share the seeds evenly."""
+    """Return the largest number of JAX's devices that divides the seeds evenly."""
     devices = jax.devices()
     return devices[: max(count for count in range(1, len(devices) + 1) if seeds % count == 0)]
 
 
 def over_seeds(function: Callable, devices: Sequence[jax.Device]) -> Callable:
-    """Compile `function` for many seeds, the first axis of all it takes and gives.
+    """Compile `function` for many seeds, the first axis of all arguments and results.
 
-    Each device runs its seeds by itself: a loop ends when its own last seed is done.
+    Each device runs its seeds independently: a loop ends when the device's last seed is done.
     """
     vectorised = jax.vmap(function)
     if len(devices) == 1:
         return jax.jit(vectorised)
     mesh, seeds = Mesh(devices, ("seed",)), PartitionSpec("seed")
-    # Nothing is summed over devices, so there is nothing for the check of such sums to find.
+    # Nothing is reduced over devices, so the check of such reductions is not needed.
     shared = jax.shard_map(vectorised, mesh=mesh, in_specs=seeds, out_specs=seeds, check_vma=False)
     return jax.jit(shared, in_shardings=NamedSharding(mesh, seeds), out_shardings=NamedSharding(mesh, seeds))

@@ -40,8 +40,8 @@ CLIP, KL_COEF, ENTROPY_COEF, VALUE_COEF, GAE_LAMBDA, MAX_GRAD_NORM = 0.2, 0.01, 
 """The KL penalty (k3), of GRPO and GDPO, is against the policy at the iteration's start."""
 HIDDEN = (64,)
 """Widths of the tanh layers of the policy and of ppo's value network."""
-# Steps of all episodes whose gradient is taken at once. Short enough to stay in the cache and to stop soon after the
-# longest episode; a divisor of 500.
+# Steps of all episodes per gradient chunk: a divisor of 500, short enough to fit the cache and to stop soon after the
+# longest episode.
 _CHUNK = 50
 _SHOWN = ("policy_loss", "kl", "entropy", "old_kl", "clip_low", "clip_high", "value_loss")
 
@@ -53,26 +53,26 @@ class Batch(NamedTuple):
     actions: jax.Array
     old_logprobs: jax.Array
     advantages: jax.Array
-    mask: jax.Array | None = None  # of the steps that were taken (GRPO, GDPO)
+    mask: jax.Array | None = None  # steps that were taken (GRPO, GDPO)
     returns: jax.Array | None = None  # targets of the values (PPO)
 
 
 class Carry(NamedTuple):
-    """Everything that changes; under vmap each leaf has the seeds as first axis."""
+    """The training state; under vmap each leaf has the seeds as first axis."""
 
     variables: PyTree  # {"policy": …}, and with ppo {"value": …}
     optimizer: PyTree
-    carts: PyTree  # of ppo; () for the others, whose episodes are whole
-    key: jax.Array  # the seed's; every random number follows from it and the iteration
-    iteration: jax.Array  # i32, iterations done
-    steps: jax.Array  # i32, environment steps learned from, without padding and evaluation
+    carts: PyTree  # state of the carts for ppo; () for the others, whose episodes are whole
+    key: jax.Array  # the seed's key; every random number depends only on it and the iteration
+    iteration: jax.Array  # i32, finished iterations
+    steps: jax.Array  # i32, environment steps trained on, without padding and evaluation
 
 
 class Training(NamedTuple):
     """Pure functions of a config.
 
-    `evaluate` measures the greedy policy on fresh starts; `block` runs `evaluation.every` iterations, whose metrics
-    are f32 `[every]`, and then measures.
+    `evaluate` evaluates the greedy policy on fresh starts. `block` runs `evaluation.every` iterations, whose metrics
+    are f32 `[every]`, and then evaluates.
     """
 
     init: Callable[[jax.Array], Carry]
@@ -112,17 +112,17 @@ def episode_rewards(algorithm: CartPoleAlgorithm, positions: jax.Array, mask: ja
 def group_step_advantages(
     algorithm: CartPoleAlgorithm, rewards: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the advantages of every step f32 `[P, G, T]`, and which groups are without signal, bool `[P, N]`.
+    """Return the advantages of every step f32 `[P, G, T]`, and the groups without signal, bool `[P, N]`.
 
-    With rewards `[P, G, T, N]`, mask `[P, G, T]` and the discounted returns of objective n
-    R[p, g, t, n] = Σ_{u ≥ t} γ^(u - t) r[p, g, u, n],
+    Rewards are `[P, G, T, N]`, the mask is `[P, G, T]`.
 
+        R[p, g, t, n] = Σ_{u ≥ t} γ^(u - t) r[p, g, u, n]
         grpo:  A[p, g, t] = (Σ_n w[n] R[p, g, t, n] - mean) / (std + eps)
         gdpo:  A[p, g, t] = whiten(Σ_n w[n] (R[p, g, t, n] - mean_n) / (std_n + eps))
 
-    with mean and std over all existing steps (g, t) of group p: a step is a member of its group, as an answer is in
-    the papers. GDPO whitens over all existing steps of the batch. A group whose episodes all have the same sum of
-    rewards teaches nothing, as its returns differ only by how late a step is: A is 0 (per objective under gdpo).
+    Mean and std are over all existing steps (g, t) of group p: a step takes the place of a completion in the papers.
+    GDPO whitens over all existing steps of the batch. If all episodes of a group have the same sum of rewards, their
+    returns differ only by the time of a step. There is no signal, and A is 0 (per objective with gdpo).
     """
     weights = _weights(algorithm)
     totals = jnp.sum(rewards, axis=2)
@@ -134,7 +134,7 @@ def group_step_advantages(
     masks = jnp.broadcast_to(mask, (len(weights), *mask.shape))
     each = discounted_returns(jnp.moveaxis(rewards, -1, 0), gamma=algorithm.gamma, mask=masks)
     each = jnp.where(mask[..., None], jnp.moveaxis(each, 0, -1) * ~dead[:, None, None, :], jnp.nan)
-    members = each.reshape(len(each), -1, len(weights))  # NaN, a missing reward, takes no part
+    members = each.reshape(len(each), -1, len(weights))  # NaN, a missing reward, does not count
     advantages = gdpo_advantages(members, weights=weights, whiten="sequence")
     return advantages.reshape(mask.shape), dead
 
@@ -159,7 +159,7 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metr
 
 
 def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: Steps) -> tuple[Batch, Metrics]:
-    """Return PPO's batch with GAE: 0 after a termination, the value of the cut-off state at a time limit."""
+    """Return PPO's batch with GAE: value 0 after a termination, the truncated state's value at a time limit."""
     algorithm = config.algorithm
     values = critic(params["value"], steps.observations)
     next_values = critic(params["value"], steps.next_observations)
@@ -214,10 +214,10 @@ def group_updates(
 def step_updates(
     config: CartPoleConfig, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch, key: jax.Array
 ) -> Learned:
-    """Make PPO's updates: the times are shuffled and cut into minibatches, each with all carts, alike in all epochs.
+    """Make PPO's updates: shuffled times are split into minibatches, each with all carts, the same in all epochs.
 
-    To shuffle single steps, and anew for each epoch, would take longer than to learn from them: gathering costs more
-    than the network here.
+    Shuffling single steps, anew for each epoch, would take longer than training on them: gathering costs more than the
+    network here.
     """
 
     def loss(params, part):
@@ -272,12 +272,12 @@ def _apply_gradient(
 
 
 def make_train(config: CartPoleConfig) -> Training:
-    """Return the functions of a run; `config.seed` and `num_seeds` are the caller's to turn into keys."""
+    """Return the functions of a run; the caller makes keys from `config.seed` and `num_seeds`."""
     policy = make_mlp(FEATURES, hidden=HIDDEN, output_scale=0.01)
     critic = make_mlp(FEATURES, hidden=HIDDEN, output_scale=1.0)
     group_size, ppo = config.algorithm.group_size, config.algorithm.name == "ppo"
     iterations, peak = config.training.iterations, config.optimizer.learning_rate
-    updates = config.algorithm.epochs * (MINIBATCHES if ppo else 1)  # of one iteration
+    updates = config.algorithm.epochs * (MINIBATCHES if ppo else 1)  # updates per iteration
     rate = optax.linear_schedule(peak, 0.0, iterations * updates) if ppo else optax.constant_schedule(peak)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), optax.adam(rate, eps=1e-5))
 

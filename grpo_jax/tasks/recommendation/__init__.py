@@ -1,7 +1,7 @@
-"""Recommendation: from a user's history to a query for the next item.
+"""Recommendation: write a query for the next item from a user's history.
 
-The policy reads a history of titles and writes a query; a retriever ranks the whole catalogue against that
-text; rewards and measures are functions of the rank of the item that came next.
+The policy reads a history of titles and writes a query. A retriever ranks the whole catalogue for it. Rewards and
+measures are functions of the next item's rank.
 """
 
 FUSED, RANK = "fused", "rank"

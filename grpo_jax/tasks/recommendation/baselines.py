@@ -1,11 +1,11 @@
-"""Ranks of targets in the whole catalogue: measures of them, baselines and the prior, all without a network.
+"""Ranks of targets in the whole catalogue: their measures, baselines and the prior, all without a network.
 
-A rank counts from 1 without the user's history; the target is never left out, even if the history holds it. Items
-that score the same as the target stand before it: a query that tells nothing apart earns nothing.
+A rank counts from 1 and excludes the user's history, but never the target. Items that tie with the target rank before
+it, so a query that cannot distinguish items earns nothing.
 
-Baselines that count (popularity, item-kNN, Markov) are `Scores`; `rank_all` turns them into ranks by block, so that no
-[U, I] array is ever held. Their statistics come from what training knows alone (`dataset.Split.known`). Baselines of
-titles ask the policy's own retriever, as the policy does.
+Count baselines (popularity, item-kNN, Markov) are `Scores`; `rank_all` converts them to ranks by block, without a
+[U, I] array. Their statistics use only the training histories (`dataset.Split.known`). Title baselines use the
+policy's own retriever.
 
 The prior is added to the policy's log-probability of an item:
 
@@ -37,15 +37,14 @@ Gain = Literal["ndcg", "mrr", "hit"]
 def target_ranks(
     scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
 ) -> np.ndarray:
-    """Return the rank f64 [B], from 1, of each row's target among its scores [B, I]; ties stand before it.
+    """Return the rank f64 [B], from 1, of each row's target among its scores [B, I]; ties rank before it.
 
-    A score may be -inf, but not NaN. `targets` [B] and `exclude` are rows of the catalogue; those excluded are left
-    out, but never the target. Scores that differ by no more than `tolerance` are ties: the same sum in another order
-    is not ranked by a rounding.
+    A score may be -inf, but not NaN. `targets` [B] and `exclude` are rows of the catalogue; the target is never
+    excluded. Scores that differ by at most `tolerance` are ties, so that rounding does not decide ranks.
     """
     scores = np.asarray(scores)
     worse = scores < scores[np.arange(len(scores)), targets][:, None] - tolerance
-    # What is left out is taken off again, which is less work than masking all that stays.
+    # Subtract excluded items afterwards, which is less work than masking all others.
     left_out = [list(set(rows) - {int(target)}) for rows, target in zip(exclude, targets, strict=True)]
     below = [line.sum() - line[rows].sum() for line, rows in zip(worse, left_out, strict=True)]
     return np.array([scores.shape[1] - len(rows) for rows in left_out], np.float64) - below
@@ -55,8 +54,8 @@ def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) 
     """Return a measure of ranks, which count from 1; ranks beyond `k` earn 0.
 
     "ndcg" is the normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin &
-    Kekäläinen 2002), "mrr" the reciprocal rank, "hit" the hit rate. Without a cut-off `k` every ranking is a hit; "hit"
-    is then the share of cut-offs from 1 to `items` that would find the target, (items - rank + 1) / items.
+    Kekäläinen 2002). "mrr" is the reciprocal rank, "hit" the hit rate. Without a cut-off `k` every ranking is a hit;
+    "hit" is then the share of cut-offs from 1 to `items` that find the target, (items - rank + 1) / items.
     """
     rank = np.asarray(rank, np.float64)
     if name == "hit":
@@ -88,7 +87,7 @@ targets' ranks and probabilities."""
 def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:
     """Return the rank f64 [U] of each target.
 
-    Rows, U ≥ 1, have the columns "target_row" and "history". Scores that differ by no more than 1e-6 are ties.
+    Rows, U ≥ 1, have the columns "target_row" and "history". Scores that differ by at most 1e-6 are ties.
     """
     parts = []
     block = max(1, min(_MOST_USERS, _MOST_SCORES // items))  # memory does not grow with the catalogue
@@ -101,7 +100,7 @@ def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
-    """Score every item by how many users took it in training."""
+    """Score every item by its number of users in training."""
     counts = taken_counts(users, items)
     return lambda start, stop: np.broadcast_to(counts, (stop - start, items))
 
@@ -114,8 +113,8 @@ def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
 def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float = 1.0) -> Scores:
     """Score items by their summed similarity to the history (Sarwar et al. 2001; Deshpande & Karypis 2004).
 
-    s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i, where U_i are the users of item
-    i in training and the newest item has age 0: `decay` 1 counts the whole history alike, 0 the last item alone.
+    s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i. U_i are the users of item i in
+    training, and the newest item has age 0: `decay` 1 counts the whole history equally, 0 only the last item.
     """
     items = similarity.shape[0]
     weights = decayed([row.columns["history"] for row in rows], items, decay=decay)
@@ -134,30 +133,30 @@ def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_arr
 
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
-    """Score items by how often they came right after the last one in training, then by popularity."""
+    """Score items by how often they directly followed the last item in training, then by popularity."""
     steps = step_counts(users, items)
     counts = taken_counts(users, items)
-    # Below 1, so that it decides only where counts of steps are equal.
+    # Below 1, so that popularity decides only between equal step counts.
     fallback = counts / (2.0 * max(counts.max(), 1.0))
     last = np.array([row.columns["history"][-1] for row in rows])
     return lambda start, stop: fallback + steps[last[start:stop]].toarray()
 
 
 def step_counts(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
-    """Count how often each item came right after each other one in training, f64 [I before, I after]."""
+    """Count how often each item directly followed each other one in training, f64 [I before, I after]."""
     pairs = [pair for user in users for pair in itertools.pairwise(user.items)]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     return sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
 
 
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
-    """Return weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
+    """Return weights decay^age of each history's items, [U, I]; decay 0 keeps only the last item."""
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
     return weights_by_row(histories, np.power(float(decay), ages), items)
 
 
 def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
-    """Return values at some columns of each row, one row behind another: f64 [rows, items]."""
+    """Return a matrix f64 [rows, items] from each row's columns and the concatenated values."""
     starts = np.cumsum([0, *(len(entry) for entry in columns)], dtype=np.int32)
     indices = np.fromiter(itertools.chain.from_iterable(columns), np.int32, starts[-1])
     return sparse.csr_array((values, indices, starts), shape=(len(columns), items))
@@ -181,10 +180,10 @@ def count_baselines(users: Sequence[UserSequence], items: int, rows: Sequence[Ro
 def title_baselines(
     ask: Ask, rows: Sequence[Row], *, mixed: Ask | None = None, block: int = 1024
 ) -> dict[str, np.ndarray]:
-    """Return the ranks f64 [U] by titles as queries: the last one and the target's own, the retriever's ceiling.
+    """Return the ranks f64 [U] for titles as queries: the last title, and the target's own, the retriever's ceiling.
 
-    With `mixed`, which ranks texts as the policy's are ranked, the own title is asked
-    for so, and the empty text and the last title become rows of their own. One call has `block` examples.
+    `mixed` ranks queries like the policy's. With it, the target's own title is ranked so, and the empty text and the
+    last title become further baselines. One call has `block` examples.
     """
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
@@ -205,11 +204,11 @@ Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
-    """Return the function that scores the catalogue, I titles, for some histories; `users` is what training knows.
+    """Return the function that scores the catalogue, I titles, for some histories; `users` are the training histories.
 
-    The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
-    how often two items were taken by the same users in training is the cosine of item-kNN; what follows an item is the
-    share of its successors in training.
+    A history's vector is the sum of its titles' TF-IDF vectors, with a second idf factor per word and less weight for
+    older titles. `together` is the cosine of item-kNN. P(item right after i) is the share of i's successors in
+    training.
     """
     items = len(titles)
     vectors, similarity, steps = title_vectors(titles), item_similarity(users, items), step_counts(users, items)
@@ -232,18 +231,18 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
 
 
 def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
-    """Return TF-IDF vectors of the titles with each word's idf once more, f32 [I, words], unit rows.
+    """Return TF-IDF vectors of the titles with a second idf factor, f32 [I, words], with unit rows.
 
-    Titles without a word (letters or digits) are rows of 0.
+    A title without a word (letters or digits) is a row of 0.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
-    # Words of one character too, as the retriever's encoder.
+    # Words may have one character, as in the retriever's encoder.
     vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
     try:
         counted: sparse.csr_array = vectorizer.fit_transform(titles)  # pyright: ignore[reportAssignmentType]
-    except ValueError:  # not one of them has a word
+    except ValueError:  # no title has a word
         return sparse.csr_array((len(titles), 1), dtype=np.float32)
     weighted = normalize(counted @ sparse.diags_array(vectorizer.idf_))
     return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -256,7 +255,7 @@ LISTED = 100
 def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarray:
     """Return each item's log-probability f32 [P, I] from rankings, rows int [P, K] and scores [P, K], best first.
 
-    An item that shares another's title is not ranked and has the least of a ranking's scores.
+    An item with the title of an earlier item is not ranked and gets the lowest score of the ranking.
     """
     by_item = np.repeat(scores[:, -1:], items, axis=1)
     np.put_along_axis(by_item, ranked, scores, axis=1)
@@ -264,9 +263,9 @@ def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarra
 
 
 def levelled(scores: np.ndarray) -> np.ndarray:
-    """Raise log-probabilities f32 [P, I] to that of the item at the place LISTED, before a prior is added.
+    """Raise log-probabilities f32 [P, I] to that of the item at rank LISTED, before a prior is added.
 
-    So a prior can raise items that the policy finds unlikely.
+    A prior can then raise items that the policy finds unlikely.
     """
     place = min(LISTED, scores.shape[1])
     return np.maximum(scores, np.partition(scores, -place, axis=1)[:, -place, None])

@@ -21,11 +21,11 @@ from grpo_jax.tasks.recommendation import EVENT_COLUMNS
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All items, in the order of their file: an item's place in it is its *row*, found in `rows` by its id.
+    """All items, in the order of their file: an item's position is its *row*, and `rows` maps its id to it.
 
     Attributes:
         titles: I titles, white space collapsed; "" if the file has none.
-        names: I texts, the words of each item's own by which a policy reads and writes it; () where it uses titles.
+        names: I strings, each item's own words in prompts and completions; () if the policy uses titles.
     """
 
     ids: tuple[str, ...]
@@ -34,12 +34,12 @@ class Catalogue:
     names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """Number of items, I."""
+        """Return the number of items, I."""
         return len(self.ids)
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Return the I texts by which a policy writes items: their own words, or titles."""
+        """Return the I texts of items in completions: their own words, or titles."""
         return self.names or self.titles
 
 
@@ -56,10 +56,10 @@ def read_catalogue(path: str | Path, *, columns: Mapping[str, str] | None = None
 
 
 class Items(NamedTuple):
-    """Texts by which a policy that ranks the catalogue itself writes items, and their rows, int [texts].
+    """Texts of items for a policy that ranks the catalogue itself, and their rows, int [texts].
 
-    `count` is I, all items of the catalogue; a target that is not listed stands there. `by_text` has the row by the
-    words of a text.
+    `count` is I, the number of items in the catalogue, and the rank of an unlisted target. `by_text` maps the words of
+    a text to its row.
     """
 
     texts: list[str]
@@ -68,7 +68,7 @@ class Items(NamedTuple):
     by_text: Mapping[str, int]
 
     def row_of(self, text: str) -> int:
-        """Return a completion's item; -1 if it is none."""
+        """Return a completion's item; -1 if there is none."""
         return self.by_text.get(plain(text), -1)
 
 
@@ -78,7 +78,7 @@ def item_word(row: int) -> str:
 
 
 def items_of(texts: Sequence[str]) -> Items:
-    """Return the Items of I titles or items' own words: a text that several share is the first one's."""
+    """Return the Items of I titles or items' own words; a shared text belongs to the first item."""
     by_text: dict[str, int] = {}
     for row, text in enumerate(texts):
         if plain(text):
@@ -88,7 +88,7 @@ def items_of(texts: Sequence[str]) -> Items:
 
 
 def plain(text: str) -> str:
-    """Return a title as a tokenizer of plain words gives it back, and as any other does."""
+    """Normalise a title so that all tokenizers, also those of plain words, decode it alike."""
     return " ".join(re.sub(NOT_A_WORD, " ", text.lower()).split())
 
 
@@ -100,7 +100,7 @@ class UserSequence(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """All users, in the order of their file, and notes about those whom a rule left out."""
+    """All users, in the order of their file, and notes about users that a rule excluded."""
 
     users: tuple[UserSequence, ...]
     notes: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Sequences(NamedTuple):
 def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     """Read ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
-    Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out.
+    Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are skipped.
     """
     text = read_text(path, own_package("bridges", "retrieval.catalogue").MOST_BYTES)
     problems = Problems()
@@ -143,7 +143,7 @@ def _left_out(users: int) -> tuple[str, ...]:
 
 
 def refuse_foreign_items(path: str | Path, named: Collection[str], catalogue: Catalogue) -> None:
-    """Raise one UserError where more than half of a file's items are not in the catalogue."""
+    """Raise one UserError if more than half of a file's items are not in the catalogue."""
     unknown = sorted(item for item in named if item not in catalogue.rows)
     if 2 * len(unknown) > len(named):
         here, there = (one_line(repr(ids[0]), 40) for ids in (unknown, catalogue.ids))
@@ -154,18 +154,18 @@ def refuse_foreign_items(path: str | Path, named: Collection[str], catalogue: Ca
 
 
 def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, str] | None = None) -> Sequences:
-    """Read events, a CSV with user_id, item_id and timestamp, or ratings as MovieLens publishes them.
+    """Read events, a CSV with user_id, item_id and timestamp, or ratings in MovieLens's format.
 
-    A user's items are sorted by time, a number or ISO 8601; events of the same second keep the order of the file.
-    Of events with the same item a user's first counts, and users with fewer than two items are left out: ``notes``
-    says how many of each. ``columns`` is `data.columns`. A UserError tells of bad lines.
+    A user's items are sorted by time, a number or ISO 8601; events of the same second keep the order of the file. Only
+    a user's first event with an item counts, and users with fewer than two items are skipped; ``notes`` has both
+    numbers. ``columns`` is `data.columns`. UserError for bad lines.
     """
     reading = own_package("bridges", "retrieval.catalogue")
     problems = Problems()
     rows = list(reading.read_table(path, problems, needs=EVENT_COLUMNS, columns=columns or {}))
     events: dict[str, list[tuple[float, int]]] = {}
     named: set[str] = set()
-    forms: dict[bool, int] = {}  # the first line whose time is ISO 8601, and the first whose is not
+    forms: dict[bool, int] = {}  # the first line with ISO 8601 time, and the first with a number
     for line, row in rows:
         user, item = row["user_id"].strip(), row["item_id"].strip()
         named.add(item)
@@ -186,7 +186,7 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
         problems.add(f"line {other}: timestamps must be all numbers or all ISO 8601; see line {first}")
     refuse_foreign_items(path, named, catalogue)
     problems.refuse(str(path))
-    # Sorting is stable: file order in a tie.
+    # Sorting is stable: ties keep the order of the file.
     items = {
         user: tuple(dict.fromkeys(row for _, row in sorted(some, key=operator.itemgetter(0))))
         for user, some in events.items()
@@ -202,7 +202,7 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
 
 
 def _seconds(text: str) -> tuple[float, bool]:
-    """Return a time as a number, and whether it was ISO 8601: then seconds since 1970, UTC where no zone is given."""
+    """Return a time as a number, and whether it was ISO 8601: then seconds since 1970, in UTC by default."""
     try:
         return float(text), False
     except ValueError:

@@ -1,4 +1,4 @@
-"""The data that the task's fields name, read or generated, and its held-out split."""
+"""The task's data, read or generated, and its held-out split."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """An item to be predicted, as a row of the catalogue, and the history before it, oldest first, not empty.
+    """An item to predict, as a row of the catalogue, and its non-empty history, oldest first.
 
-    The id is a number of its own: the items of the file up to it.
+    The id is unique: the number of items in the file up to it.
     """
 
     user: str
@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Interactions that training knows of each user, perhaps none, and the targets of each part."""
+    """Each user's training history, perhaps empty, and the targets of each split."""
 
     known: tuple[UserSequence, ...]
     train: list[Target]
@@ -51,9 +51,9 @@ class Split(NamedTuple):
 
 
 def last_split(users: Sequence[UserSequence]) -> Split:
-    """Each user's last items: of x1 … xn, xn is the test target, xn-1 (if n ≥ 3) for validation, the rest known."""
+    """Split each user's items x1 … xn: xn is for testing, xn-1 (if n ≥ 3) for validation, the others for training."""
     split = Split(tuple(UserSequence(user.user, user.items[:-2]) for user in users), [], [], [])
-    before = 0  # items of the file
+    before = 0  # items of the file so far
     for name, items in users:
         targets = [Target(name, items[:place], items[place], before + place) for place in range(1, len(items))]
         split.train.extend(targets[:-2])
@@ -70,12 +70,12 @@ NO_TITLE = "(no title)"
 def history_prompt(task: Recommendation, titles: Sequence[str], names: Sequence[str] = ()) -> str:
     """Return the prompt of a history, its titles and the items' own words, oldest first.
 
-    In `task.template`, "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own
-    words; other braces mean nothing.
+    In `task.template`, "{history}" is replaced by the titles, "{last}" by the newest title, "{items}" by the items' own
+    words; other braces are plain text.
     """
     words = " ".join(names[-task.history_items :])
     cut = [cut_title(title, task.title_characters) or NO_TITLE for title in titles[-task.history_items :]]
-    # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
+    # Fill in {last} first: a placeholder within a title must stay unchanged.
     text = task.template.replace("{items}", words)
     before, history, after = text.replace("{last}", "\0").partition("{history}")
     listed = task.separator.join(cut) if history else ""
@@ -83,7 +83,7 @@ def history_prompt(task: Recommendation, titles: Sequence[str], names: Sequence[
 
 
 def cut_title(title: str, characters: int) -> str:
-    """Cut a title to at most so many characters; a broken last word goes, unless it is the only one."""
+    """Cut a title to at most so many characters, without a broken last word, unless it is the only one."""
     if not characters or len(title) <= characters:
         return title
     head = title[:characters]
@@ -93,9 +93,9 @@ def cut_title(title: str, characters: int) -> str:
 
 
 def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> PromptSet:
-    """Return examples of a split's targets.
+    """Return the examples of a split's targets.
 
-    Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
+    Validation and test rows are ordered by a hash of the user's name, so the first rows are a fair sample.
     """
     if not split.train:
         raise UserError("no user has four items: a history and a target to train on, and two that are held out")
@@ -114,7 +114,7 @@ def _examples(targets: Iterable[Target], catalogue: Catalogue, task: Recommendat
 
 
 def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
-    """Return an example's columns for rewards; rankings leave out the history."""
+    """Return an example's columns for rewards; rankings exclude the history."""
     return {
         "user": target.user,
         "target": catalogue.ids[target.item],
@@ -133,9 +133,9 @@ class Dataset(NamedTuple):
     """Data of the task.
 
     Attributes:
-        users: All sequences, held-out items too: nothing that learns or counts may look at them.
+        users: All sequences, including held-out items: training and statistics must not use them.
         known: Each user's training history (`Split`).
-        notes: Changes by a rule.
+        notes: Notes about rule-based changes.
     """
 
     catalogue: Catalogue
@@ -146,10 +146,10 @@ class Dataset(NamedTuple):
 
 
 def sft_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
-    """Return (prompt, text) pairs for SFT.
+    """Return (prompt, completion) pairs for SFT.
 
-    A policy that ranks is taught the next item. One that writes queries is taught the title most often taken together
-    with the last one, and in the dummy world the form of a title.
+    The completion is the next item for a policy that ranks. For a policy that writes queries it is the title most often
+    taken together with the last one; in the dummy world it teaches the form of a title.
     """
     rows, catalogue = dataset.prompts.train, dataset.catalogue
     if task.writes == "query" and task.source == "dummy":
@@ -162,10 +162,10 @@ def sft_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[s
 
 
 def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence]) -> list[str]:
-    """Return the title of the item most often taken together with each history's last; "" if there is none.
+    """Return the title of the item most often taken together with each history's last item; "" if there is none.
 
-    The history itself is left out, and its own user is not counted: their row knows what they took later. `users` is
-    what training knows.
+    Items of the history are excluded. Its own user does not count, since that row includes later items. `users` are the
+    training histories.
     """
     similarity = item_similarity(users, len(catalogue))
     taken = taken_counts(users, len(catalogue))
@@ -179,9 +179,9 @@ def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[U
         both = similarity.data[stored] * np.sqrt(taken[last] * taken[items])
         users_own = own.get(row.columns["user"], ())
         mine = np.isin(items, users_own) if last in users_own else np.zeros(len(items), bool)
-        score = (both - mine) / np.sqrt(np.maximum(taken[items] - mine, 1.0))  # √ of how many took `last`: one for all
+        score = (both - mine) / np.sqrt(np.maximum(taken[items] - mine, 1.0))  # the factor of `last` is a constant
         score[np.isin(items, history)] = 0.0
-        best = np.lexsort((items, -score.round(9)))[:1].tolist()  # rounded: ties go to the first item
+        best = np.lexsort((items, -score.round(9)))[:1].tolist()  # rounded, so that ties go to the first item
         titles += [catalogue.titles[items[place]] if score[place] > 1e-6 else "" for place in best] or [""]
     return titles
 
@@ -225,21 +225,20 @@ def _notes(catalogue: Catalogue) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ a generated world
 
-# In it the next title follows from the history by rules that can be learned. Every item is a title of four words,
-# brand, colour, material and kind ("alder crimson linen lamp"), and every combination is an item. A user has a brand
-# and a material; with each step the kind moves on to the one that goes with it, and the colour to the next of the
-# wheel:
+# Learnable rules determine the next title from the history. Every item is a title of four words: brand, colour,
+# material and kind ("alder crimson linen lamp"). Every combination is an item. A user has a brand and a material. At
+# each step the kind changes to its successor, and the colour to the next of the wheel:
 #
 #     brand      the user's own; an earlier item was of another brand with probability `fickle`
 #     material   the user's own, always
 #     colour     the successor of the last item's
 #     kind       the successor of the last item's
 #
-# A share `noise` of all items is drawn from the whole catalogue instead; the wheels turn on underneath. So copying the
-# last title gets two words of four right, the brand is a vote over the history, and the other two words are never in
-# the last title. The periods of the two wheels are coprime: no title repeats within a history, and a prompt never holds
-# the target's title. The rank of the target rises with every word that is right: a dense reward, which a policy
-# without an idea of the rules can climb.
+# A share `noise` of all items is drawn from the whole catalogue instead, without stopping the wheels. Copying the last
+# title thus gets two of four words right. The brand needs a majority over the history, and the other two words are
+# never in the last title. The periods of the two wheels are coprime: no title repeats within a history, and a prompt
+# never contains the target's title. The target's rank improves with every correct word. This dense reward helps a
+# policy that does not know the rules yet.
 
 COLOURS = ("crimson", "amber", "golden", "emerald", "azure", "indigo", "violet")
 MATERIALS = ("linen", "walnut", "copper", "marble", "leather")
@@ -261,17 +260,17 @@ class World(NamedTuple):
 
 
 def make_catalogue_of_words(items: int) -> Catalogue:
-    """Make all combinations of words, with as many brands as it takes to have at least so many items."""
+    """Make all combinations of words, with enough brands for at least `items` items."""
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
     words = list(itertools.product(brands, COLOURS, MATERIALS, KINDS))
     return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words])
 
 
 def lessons(rows: Sequence[Row], catalogue: Catalogue, *, seed: int = 0) -> list[tuple[str, str]]:
-    """Return (prompt, title) pairs that teach the form of a title and nothing of the rules.
+    """Return (prompt, title) pairs that teach the form of a title, but not the rules.
 
-    Each word is the last title's with probability 0.4, otherwise any of its kind. Copying makes a policy tell the words
-    it reads apart: without it, the first answer that earns something becomes the answer to everything.
+    Each word is the last title's with probability 0.4, else any word of its kind. Copying makes a policy distinguish
+    the words of a prompt; without it, one rewarded answer would become the answer to every prompt.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     kinds = [tuple(dict.fromkeys(place)) for place in zip(*(title.split() for title in catalogue.titles), strict=True)]
@@ -309,7 +308,7 @@ def _user(generator: np.random.Generator, items: int, length: int, fickle: float
     brand, colour, material, kind = (
         int(generator.integers(count)) for count in (brands, len(COLOURS), len(MATERIALS), len(KINDS))
     )
-    # Of another brand: any but the user's; with one brand there is no other.
+    # Another brand than the user's, if there are several.
     others = (brand + generator.integers(1, max(brands, 2), length)) % brands
     seen = np.where(generator.random(length) < fickle, others, brand)
     seen[-1] = brand

@@ -78,8 +78,8 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         rewards=TaskRewards(
             task_rewards(len(catalogue), fused=fused),
             defaults=(RewardSection(name="ndcg"),),
-            watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
-            always_watched=(FUSED, RANK) if fused else (RANK,),
+            eval_defaults=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
+            eval_always=(FUSED, RANK) if fused else (RANK,),
             measures=measure,
             columns=ranked,
         ),
@@ -107,25 +107,24 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
 
 
 def policy_words(task: Recommendation, catalogue: Catalogue) -> list[str]:
-    """Return words of the prompts' frame and the items' own, then the words of titles, frequent ones first."""
+    """Return the words of the prompts' frame and the items' own, then the words of titles by frequency."""
     frame = task.template
     for place in PLACES:
         frame = frame.replace(place, " ")
     marks = plain(frame).split() + plain(task.separator).split()
     marks += [word for name in catalogue.names for word in plain(name).split()]
     if catalogue.names and "{history}" not in task.template and "{last}" not in task.template:
-        return list(dict.fromkeys(marks))  # titles are neither read nor written
+        return list(dict.fromkeys(marks))  # titles occur in neither prompts nor completions
     counts = Counter(word for title in catalogue.titles for word in plain(title).split())
     frequent = sorted(counts, key=lambda word: (-counts[word], word))
     return list(dict.fromkeys([*marks, *frequent]))
 
 
 def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
-    """Return the first embeddings of the items' own words: unit vectors f32 [width], alike where titles are.
+    """Return initial embeddings of the items' own words: unit vectors f32 [width], similar for similar titles.
 
-    The titles' TF-IDF vectors (`title_vectors`) in their first `width` directions (latent semantic analysis,
-    Deerwester et al. 1990), centred, so that an item which few users took is known by its title from the first step.
-    Where there are fewer directions the rest is 0.
+    They are the centred TF-IDF vectors of titles (`title_vectors`) in their first `width` directions (latent semantic
+    analysis, Deerwester et al. 1990), padded with 0. An item with few users is thus known by its title from the start.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.preprocessing import normalize
@@ -138,7 +137,7 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
 
 
 def open_retriever(section: RetrievalSection, titles: Sequence[str], *, required: float) -> tuple[Any, Any, float]:
-    """Return `bridges.retrieval`, a retriever, and the share of titles, at least `required`, that find themselves."""
+    """Return `bridges.retrieval`, a retriever, and the share of titles (at least `required`) that find themselves."""
     retrieval = own_package("bridges", "retrieval")
     try:
         return retrieval, *retrieval.open_retriever(titles, section, self_test=required)
@@ -149,7 +148,7 @@ def open_retriever(section: RetrievalSection, titles: Sequence[str], *, required
 
 
 class Recommended(NamedTuple):
-    """One item, by its id in the catalogue; scores compare within one answer, higher is better."""
+    """An item, by its id in the catalogue; scores are comparable within one answer, higher is better."""
 
     item: str
     title: str
@@ -167,13 +166,13 @@ BestItems = Callable[[Row, int], list[tuple[int, float]]]
 def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Recommender:
     """Return recommend(history, k, exclude=…, note=…) of a trained policy.
 
-    A policy that ranks the catalogue is asked for its best items, with the run's prior; one that writes queries for a
-    query, by which the run's encoder ranks the catalogue. All questions have the width of the run's longest test
-    prompt: the first one compiles, a longer history does not compile again.
+    A policy that ranks the catalogue gives its best items, with the run's prior. A policy that writes queries gives a
+    query, with which the run's encoder ranks the catalogue. All calls have the width of the run's longest test prompt:
+    the first one compiles, and a longer history does not recompile.
 
-    The history and `exclude` are titles or ids, the history oldest first. An item that stands several times counts
-    once, in its last place, and is not recommended. `note` gets a line on each name outside the catalogue, which is
-    skipped, and where no item is left, so that the most popular are the answer.
+    The history and `exclude` are titles or ids, the history oldest first. A repeated item counts once, at its last
+    position, and is not recommended. `note` gets a line about each unknown name, which is skipped. If no item remains,
+    `note` gets a line and the most popular items are returned.
     """
     task = config.task
     dataset = load_dataset(task, config.data.columns)
@@ -218,9 +217,9 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """Return title or id → the first item of that name; a UserError if there is none.
+    """Return title or id → the first item of that name; UserError if there is none.
 
-    Case, marks and forms of characters (NFKC) of titles do not matter.
+    Titles match regardless of case, marks and Unicode form (NFKC).
     """
 
     def spelled(title: str) -> str:
@@ -241,7 +240,7 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
 def policy_ranking(
     config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row]
 ) -> Callable[[Sequence[Row]], np.ndarray]:
-    """Return rows → the policy's log-probability of each item, f32 [P, I]; the longest prompt sets the width of all."""
+    """Return rows → the policy's log-probability of each item, f32 [P, I]; the longest prompt sets the width."""
     folder = policy.folder
     items = items_of(catalogue.written)
     rank = make_ranker(policy, pad_id=folder.pad_id, trie=choices_trie(config, items.texts, folder))
@@ -273,7 +272,7 @@ def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
 
 def _by_query(config: Config, catalogue: Catalogue, write: Callable[[str], str]) -> BestItems:
     retrieval = own_package("bridges", "retrieval")
-    backend = retrieval.local_backend(catalogue.titles, config.task.retrieval)  # a question needs no service
+    backend = retrieval.local_backend(catalogue.titles, config.task.retrieval)  # single queries need no service
     prior = config.task.prior
 
     def best(row: Row, count: int) -> list[tuple[int, float]]:

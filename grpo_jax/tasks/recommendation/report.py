@@ -1,4 +1,4 @@
-"""The tables of a recommendation run: the policy before and after training, beside the baselines."""
+"""Tables of a recommendation run: the policy before and after training, and the baselines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50"
 
 
 class TableRow(NamedTuple):
-    """One method on one group of users: "all", or a part of them.
+    """One method on one group of users: "all", or a subset.
 
     `measures` has each measure's mean and interval.
     """
@@ -57,11 +57,10 @@ def make_table(ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]
 
 
 def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> list[TableRow]:
-    """Measure the differences of two methods, user by user.
+    """Measure the paired differences of two methods over users.
 
-    A user who is hard for both methods widens neither end of the interval: it is clear of zero where the intervals of
-    the two methods may well overlap.
-    A pair is (method, method that is taken off it), its row is called "method − other".
+    A user who is hard for both methods does not widen the interval. It may thus exclude zero although the intervals of
+    the two methods overlap. A pair is (method, subtracted method), and its row is called "method − other".
     """
     values = {name: measure_users(ranks[name]) for pair in pairs for name in pair}
     differences = {f"{method} − {other}": values[method] - values[other] for method, other in pairs}
@@ -79,9 +78,9 @@ def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]) ->
 
 
 def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Users by how often their target was taken in training: the groups of POPULARITY that have one, bool [U] each.
+    """Group users by their target's popularity in training: the non-empty groups of POPULARITY, bool [U] each.
 
-    They show what a method knows of rare items, and of common ones. `counts` are those of `baselines.taken_counts`.
+    They compare a method on rare and on common items. `counts` are those of `baselines.taken_counts`.
     """
     taken = counts[[row.columns["target_row"] for row in rows]]
     groups = {name: (taken >= least) & (taken <= most) for name, (least, most) in POPULARITY.items()}
@@ -110,7 +109,7 @@ def table_cells(
 ) -> list[tuple[str, list[list[str]]]]:
     """Return each group's heading, and each method's name and measures as text, intervals in brackets.
 
-    Differences are `signed`, with a star where the interval is clear of zero.
+    Differences are `signed`, with a star if the interval excludes zero.
     """
     groups = []
     for group in dict.fromkeys(row.group for row in rows):
@@ -131,15 +130,15 @@ PRIOR = "prior alone"
 
 
 def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = False) -> dict[str, list[float]]:
-    """Return the ranks of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
+    """Return the ranks of a policy's greedy completions or rankings, and of its sampled ones, by the table's names.
 
-    The last watched measure is the rank; with `fused` the one before it is the rank with the prior.
+    The last eval reward is the rank; with `fused` the one before it is the rank with the prior.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    watched = {kind: one.final_eval_rewards[:, 0] for kind, one in rollouts.items()}
-    ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in watched.items() if kind in kinds}
-    if fused and "greedy" in watched:
-        ranks[f"{name} + prior"] = watched["greedy"][:, -2].tolist()
+    eval_rewards = {kind: one.final_eval_rewards[:, 0] for kind, one in rollouts.items()}
+    ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in eval_rewards.items() if kind in kinds}
+    if fused and "greedy" in eval_rewards:
+        ranks[f"{name} + prior"] = eval_rewards["greedy"][:, -2].tolist()
     return ranks
 
 
@@ -152,7 +151,7 @@ def findings(
     mixed: Ask | None = None,
     prior: Prior | None = None,
 ) -> Findings:
-    """Return the ranks of the measured rows by every baseline and policy, as tables, lines and records.
+    """Return the evaluated rows' ranks by every baseline and policy, as tables, lines and records.
 
     `policies` has the results of `policy_ranks` by name; `ask` and `mixed` are those of `title_baselines`.
     """
@@ -174,10 +173,10 @@ def findings(
 
 
 def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the methods to compare user by user.
+    """Return the pairs of methods to compare over users.
 
-    A policy after and before training, in each way of ranking: what reinforcement brought. And a policy with the
-    prior and the prior alone: what the policy adds to it.
+    A policy after and before training, in each way of ranking, shows the effect of training. A policy with the prior
+    and the prior alone show the policy's contribution.
     """
     trained = [(name, name.replace("policy, after", "policy, before", 1)) for name in names if "policy, after" in name]
     fused = [(name, PRIOR) for name in names if name.endswith(" + prior")]

@@ -1,13 +1,13 @@
-"""Rewards from where the target ranks: built-in ones by name, the user's own by import path.
+"""Rewards from the target's rank: built-in ones by name, the user's own by import path.
 
 A reward is ``reward(prompts, completions, **columns) -> list[float | None]``. The columns of this task are
 
-    rank            where the target stands among all items, from 1
+    rank            rank of the target among all items, from 1
     probability     of the target in the softmax over all items' similarities to the completion
     user, target, target_title, last_title, target_row, history     of the example
 
-A text that is empty or makes no sense is no failure: it resembles nothing, ties count against the target, and it earns
-what the last place earns.
+An empty or meaningless completion is not a failure: all items tie, ties count against the target, and the completion
+earns the value of the last rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MEASURES = {"hr": hit, "ndcg": ndcg, "mrr": mrr}
 
 
 def task_rewards(items: int, *, fused: bool) -> dict[str, Reward | Maker]:
-    """Return the rewards by name; `fused` where rankings have a prior."""
+    """Return the rewards by name; `fused` if rankings have a prior."""
     rewards: dict[str, Reward | Maker] = {
         name: Maker(functools.partial(make_reward, name, items)) for name in ("ndcg", "hit", "mrr")
     }
@@ -50,7 +50,7 @@ def task_rewards(items: int, *, fused: bool) -> dict[str, Reward | Maker]:
 
 
 def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: object) -> list[float | None]:
-    """Rank with the prior of held-out prompts alone; missing in training."""
+    """Return the rank with the prior, only for held-out prompts; missing in training."""
     return list(fused_rank) or [None] * len(completions)
 
 
@@ -64,9 +64,9 @@ def make_reward(name: Gain, items: int, /, *, k: float = 0) -> Reward:
 
     Args:
         name: "ndcg", "hit" or "mrr".
-        items: How many items the catalogue has.
-        k: The cut-off, at most `items`; 0 for none, so that every rank counts (with a small k and few completions most
-            groups have no spread to learn from).
+        items: Number of items in the catalogue.
+        k: The cut-off, at most `items`; 0 for none, so that every rank counts. With a small k and few completions, most
+            groups have zero variance.
     """
     if k < 0 or k != int(k):
         raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
@@ -91,7 +91,7 @@ def _of_rank(measure: Measure) -> Reward:
 
 
 def soft(probability: Sequence[float], **_: object) -> list[float]:
-    """Return the target's probability under the retriever: dense where ranks are sparse, an objective beside them."""
+    """Return the target's probability under the retriever: a dense objective beside sparse ranks."""
     return list(probability)
 
 
@@ -102,10 +102,10 @@ LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
 def ranking_columns(
     items: Items, prior: Prior | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[object]]:
-    """Return where each row's target stands in its ranking, from 1, with the history left out.
+    """Return the rank of each row's target, from 1, without the history.
 
-    `numbers`, int [P, K], are all texts, best first, with `scores` f32 [P, K]. A target that shares another's title is
-    not ranked and stands at the last place.
+    `numbers`, int [P, K], are the indices of all texts, best first, with `scores` f32 [P, K]. A target with the title
+    of an earlier item is not ranked and gets the last rank.
     """
     ranked = items.rows[numbers]
     place = np.full((len(rows), items.count), items.count - 1)
@@ -123,7 +123,7 @@ def ranking_columns(
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:
-    """Return the ranks for rewards: a ranking's own; of one item 1 if it is the target, else the last."""
+    """Return the ranks for rewards: a ranking's own; for a single item 1 if it is the target, else the last."""
     if LISTED_RANK in columns:
         return np.asarray(columns[LISTED_RANK], np.float64)
     is_target = [items.row_of(text) == target for text, target in zip(completions, columns["target_row"], strict=True)]

@@ -1,4 +1,4 @@
-"""The task: from a user's history to a text that finds the item that came next."""
+"""The task: write a text that finds the next item from a user's history."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PriorSection(Section):
 
     @property
     def used(self) -> bool:
-        """True if it changes a ranking."""
+        """Return whether the prior changes a ranking."""
         return bool(self.history or self.together or self.following)
 
 
@@ -75,7 +75,7 @@ class Recommendation(Task):
     )
 
     def __post_init__(self) -> None:
-        """Check fields against each other; other ranges are checked later, before anything is loaded."""
+        """Check fields against each other; other ranges are checked before anything is loaded."""
         dummy = self.source == "dummy"
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         expected = f"a file with the titles of the items of {self.source}"
@@ -90,7 +90,7 @@ class Recommendation(Task):
             require(self.writes != "query" or not weight, f"prior.{name}", expected, weight)
 
     def check(self, config: Config) -> None:
-        """Refuse fields that this task does not read."""
+        """Refuse fields that this task does not use."""
         super().check(config)
         for name in ("prompts", "validation", "test"):
             rows = getattr(config.data, name)
@@ -103,7 +103,7 @@ class Recommendation(Task):
             require(name in columns, "data.columns", expected, name)
 
     def choices(self, config: Config) -> Sequence[str] | None:
-        """Return the items of a policy that ranks them itself."""
+        """Return the items, if the policy ranks them itself."""
         from grpo_jax.tasks.recommendation.catalogue import items_of
         from grpo_jax.tasks.recommendation.dataset import load_dataset
 
@@ -112,7 +112,7 @@ class Recommendation(Task):
         return items_of(load_dataset(self, config.data.columns).catalogue.written).texts
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Read the data and open the retriever, which tests itself."""
+        """Read the data and open the retriever, which runs its self-test."""
         from grpo_jax.tasks.recommendation.loading import load_task
 
         return load_task(self, setup)

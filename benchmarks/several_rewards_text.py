@@ -3,11 +3,11 @@
     python benchmarks/several_rewards_text.py --model FOLDER [--arms gdpo grpo ...] [--seeds 200 201 202] [--out DIR]
                                               [--section.field VALUE ...]
 
-FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md). The prompt shows two calls of a calculator, then
-an answer without one: 5 % of samples call, half are brief. `brief` is 1 where the text has at most 6 characters, which a call exceeds; `correct` is -3 without a
-call, -1 with one, and 2 more for each right number. So the easy reward excludes the hard one. "conditioned" counts
-brief only where correct is 3; "shuffled" permutes GDPO's rewards in each group.
-Prints both rewards of held-out products, greedy, and their difference to GDPO's on the same seeds.
+FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md). The prompt shows two calls of a calculator, then an
+answer without one. `brief` is 1 where the completion has at most 6 characters, which a call exceeds; `correct` is -3
+without a call, -1 with one, and 2 more for each right number. So the easy reward excludes the hard one. "conditioned"
+counts brief only where correct is 3; "shuffled" permutes GDPO's rewards in each group.
+Prints both rewards of held-out products, greedy, and of all training batches, with GDPO's difference to each arm there.
 """
 
 import argparse

@@ -60,8 +60,12 @@ def evaluation(arm: str, seed: int, folder: Path, given: list[str]) -> dict:
     run = folder / f"{arm}_{seed}"
     measured = miniature.summary(run, options, change)["evaluation"]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    meant = {name: float(np.mean([step[f"reward/{name}/mean"] for step in steps])) for name in ("brief", "correct")}
-    return {name: {**measured[name], "batches": meant[name]} for name in meant}
+    batches = {name: np.array([step[f"reward/{name}/mean"] for step in steps]) for name in ("brief", "correct")}
+    learned = np.flatnonzero(batches["correct"] >= 2.5) + 1
+    return {
+        name: {**measured[name], "batches": means.mean(), "learned": str(learned[0]) if learned.size else "–"}
+        for name, means in batches.items()
+    }
 
 
 if __name__ == "__main__":
@@ -74,7 +78,8 @@ if __name__ == "__main__":
     options.out.mkdir(parents=True, exist_ok=True)
     write_products(options.out / "products.jsonl")
     given = ["--policy.path", options.model, "--data.prompts", str(options.out / "products.jsonl"), *extra]
-    seen, lines = {}, ["| arm | reward | before | after | batches | batches, GDPO less this |", "|---" * 6 + "|"]
+    head = "| arm | reward | before | after | batches | batches, GDPO less this | iteration of a batch ≥ 2.5 |"
+    seen, lines = {}, [head, "|---" * 7 + "|"]
     for arm in options.arms:
         found = [evaluation(arm, seed, options.out, given) for seed in options.seeds]
         for name in ("brief", "correct"):
@@ -82,5 +87,6 @@ if __name__ == "__main__":
             seen[arm, name] = columns["batches"]
             less = interval(seen["gdpo", name] - seen[arm, name]) if ("gdpo", name) in seen and arm != "gdpo" else ""
             cells = " | ".join(f"{values.mean():.3f}" for values in columns.values())
-            lines.append(f"| {arm} | {name} | {cells} | {less} |")
+            learned = ", ".join(each[name]["learned"] for each in found) if name == "correct" else ""
+            lines.append(f"| {arm} | {name} | {cells} | {less} | {learned} |")
     print("\n".join(lines))

@@ -158,8 +158,7 @@ The default run with a noisy second reward of equal weight, three seeds. GDPO's 
 ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
 
 SmolLM2-135M learns a tool call where short answers pay too, and a call is not short: conditioned in 2 to 3 iterations, by GRPO
-in 3, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)). GRPO's sum follows the larger
-reward, GDPO both.
+in 3, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).
 
 ## How this page is made
 

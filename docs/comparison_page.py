@@ -153,11 +153,11 @@ None of them
 
 ![Pixel accuracy by the pay of alignment](images/several_rewards.png)
 
-The default run with a noisy second reward of equal weight, three seeds. GDPO's pixel accuracy is .85, .87 and .84 where alignment pays 1,
+The default run with a noisy second reward, three seeds. GDPO's pixel accuracy is .85, .87 and .84 where alignment pays 1,
 .1 and .01; GRPO's .17, .19 and .13; RAFT's .05, .04 and .05. GRPO with the best of five weights gets .89: it ignores the noise
 ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
 
-SmolLM2-135M learns a tool call where short answers pay too, and a call is not short: conditioned in 2 to 3 iterations, by GRPO
+SmolLM2-135M learns a tool call where short answers, which exclude it, pay too: conditioned in 2 to 3 iterations, by GRPO
 in 3, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).
 
 ## How this page is made

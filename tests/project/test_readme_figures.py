@@ -3,6 +3,7 @@
 import json
 import re
 from functools import cache
+from statistics import mean
 
 import pytest
 from support.imports import ROOT
@@ -35,11 +36,9 @@ def printed(row, column):
 
 def over_scales(arm, choose):
     """The least or largest mean over seeds of an arm beside a noisy reward, among its scales of at most 1."""
-    seen = {}
-    for run in kept("several_rewards.json")["runs"]:
-        if run["arm"] == arm and run["scale"] <= 1:
-            seen.setdefault(run["scale"], []).append(run["after"])
-    return choose(sum(values) / len(values) for values in seen.values())
+    runs = [run for run in kept("several_rewards.json")["runs"] if run["arm"] == arm and run["scale"] <= 1]
+    scales = {run["scale"] for run in runs}
+    return choose(mean(run["after"] for run in runs if run["scale"] == scale) for scale in scales)
 
 
 def rate(**lora):

@@ -157,8 +157,8 @@ The default run with a noisy second reward, three seeds. GDPO's pixel accuracy i
 .1 and .01; GRPO's .17, .19 and .13; RAFT's .05, .04 and .05. GRPO with the best of five weights gets .89: it ignores the noise
 ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
 
-SmolLM2-135M learns a tool call where short answers, which exclude it, pay too: conditioned in 2 to 3 iterations, by GRPO
-in 3, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).
+SmolLM2-135M learns a tool call where short answers, which exclude it, pay too: conditioned, or by GRPO, in 2 to 3
+iterations, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).
 
 ## How this page is made
 

@@ -53,6 +53,11 @@ def shuffled(score, seed: int):
     return permuted
 
 
+def control(arm: str, seed: int):
+    """The `change` of `one` for an arm with shuffled rewards; None for any other."""
+    return partial(shuffled, seed=seed) if arm.endswith("shuffled") else None
+
+
 def one(options: list[str], change=None) -> None:
     """A single run in this process; `change` makes another score of its own."""
     from grpo_jax.config.command_line import parse
@@ -147,8 +152,7 @@ def main() -> None:
     """Runs everything and prints the figures."""
     if sys.argv[1:2] == ["--one"]:
         variant, seed, run_dir, *extra = sys.argv[2:]
-        change = partial(shuffled, seed=int(seed)) if variant.endswith("shuffled") else None
-        one(["--seed", seed, "--run_dir", run_dir, *VARIANTS[variant], *extra], change)
+        one(["--seed", seed, "--run_dir", run_dir, *VARIANTS[variant], *extra], control(variant, int(seed)))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -12,7 +12,6 @@ three collapses.
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 
 import miniature
@@ -54,8 +53,8 @@ if __name__ == "__main__":
     print(f"| arm | seed | {' | '.join(measures)} | iterations | seconds of one |\n{'|---' * 10}|")
     for arm in options.arms:
         for seed in options.seeds:
-            change = partial(miniature.shuffled, seed=seed) if arm == "shuffled" else None
-            found = miniature.summary(options.out / f"{arm}_{seed}", [*given, "--seed", str(seed), *extra], change)
+            run, choices = options.out / f"{arm}_{seed}", [*given, "--seed", str(seed), *extra]
+            found = miniature.summary(run, choices, miniature.control(arm, seed))
             values = map(found["evaluation"]["pixel_accuracy"].get, measures)
             cells = " | ".join("–" if value is None else f"{value:.3f}" for value in values)
             each = found["seconds"]["total"] / found["iterations"]

@@ -55,9 +55,9 @@ def evaluation(arm: str, seed: int, folder: Path, given: list[str]) -> dict:
     rewards[0] |= {"condition_on": "correct", "threshold": 3.0} if arm.endswith("conditioned") else {}
     options = ["--seed", str(seed), "--rewards", json.dumps(rewards), *SETTINGS.split()]
     options += ["--algorithm.advantage", "grpo" if arm.startswith("grpo") else "gdpo", *given]
-    run = folder / f"{arm}_{seed}"
-    measured = miniature.summary(run, options, miniature.control(arm, seed))["evaluation"]
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    run_dir = folder / f"{arm}_{seed}"
+    measured = miniature.summary(run_dir, options, miniature.control(arm, seed))["evaluation"]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     batches = {name: np.array([step[f"reward/{name}/mean"] for step in steps]) for name in ("brief", "correct")}
     learned = np.flatnonzero(batches["correct"] >= 2.5) + 1
     return {

@@ -53,8 +53,8 @@ if __name__ == "__main__":
     print(f"| arm | seed | {' | '.join(measures)} | iterations | seconds of one |\n{'|---' * 10}|")
     for arm in options.arms:
         for seed in options.seeds:
-            run, choices = options.out / f"{arm}_{seed}", [*given, "--seed", str(seed), *extra]
-            found = miniature.summary(run, choices, miniature.control(arm, seed))
+            run_dir, settings = options.out / f"{arm}_{seed}", [*given, "--seed", str(seed), *extra]
+            found = miniature.summary(run_dir, settings, miniature.control(arm, seed))
             values = map(found["evaluation"]["pixel_accuracy"].get, measures)
             cells = " | ".join("–" if value is None else f"{value:.3f}" for value in values)
             each = found["seconds"]["total"] / found["iterations"]

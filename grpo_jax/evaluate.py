@@ -37,7 +37,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.runs.policy import START, restore_variables, run_config
     from grpo_jax.runs.processes import enable_compile_cache
     from grpo_jax.runs.python_input import kept_prompts
-    from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
+    from grpo_jax.runs.results import find, samples_of, samples_tables, statistics_of
     from grpo_jax.runs.session import Progress, require_same_task
 
     enable_compile_cache()
@@ -82,7 +82,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         return
     print(f"\n{report['prompts']} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
     _print_measures(report)
-    for line in [*samples_lines(report.get("samples", {})), *findings.lines]:
+    samples = [line for table in samples_tables(report) for line in table.lines()]
+    for line in [*samples, *findings.lines]:
         print(line)
 
 

@@ -39,15 +39,17 @@ def report(
     """Return summary, tables, gallery and episodes of a run, from the evaluations at its start and end."""
     findings = find(ctx, progress.notes["remembered"], "after", after)
     summary: Record = {**summarise(ctx, progress, after, seconds), **findings.entries}
-    samples = summary.get("samples", {})
-    several = samples_table(samples)
-    tables = [*findings.tables, *([] if several is None else [several])]
-    finished = Finished(summary, lines=[*samples_lines(samples), *findings.lines], tables=tables)
+    samples = samples_tables(summary)
+    tables = [*findings.tables, *samples]
+    lines = [line for table in samples for line in table.lines()]
+    finished = Finished(summary, lines=[*lines, *findings.lines], tables=tables)
     if not after:
         return finished
     greedy = after["greedy"]
-    gallery, episodes = make_gallery(ctx, greedy), shown_episodes(ctx, greedy)
-    return finished._replace(gallery=gallery, tables=[*tables, texts_table(ctx, greedy)], episodes=episodes)
+    shown = zip(ctx.test_rows[: ctx.fns.gallery], greedy.episodes, strict=False) if ctx.fns.env else ()
+    episodes = [shown_episode(row, episode) for row, episode in shown]  # chosen by position, not by result
+    tables = [*tables, texts_table(ctx, greedy)]
+    return finished._replace(gallery=make_gallery(ctx, greedy), tables=tables, episodes=episodes)
 
 
 def find(ctx: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
@@ -118,10 +120,11 @@ def samples_of(ctx: RunContext, measured: Mapping[str, Statistics | None]) -> Re
     return {"samples": {**recorded, "measures": measures}}
 
 
-def samples_table(samples: Record) -> Table | None:
-    """Make a table of mean@k and pass@k from a summary's "samples", with 95 % intervals; None without any."""
-    if not samples:
-        return None
+def samples_tables(summary: Record) -> list[Table]:
+    """Make a table of mean@k and pass@k from a summary's "samples", with 95 % intervals, if there are any."""
+    samples = summary.get("samples")
+    if samples is None:
+        return []
     note = (
         f"{samples['k']} completions of each held-out prompt at temperature {samples['temperature']:g}. A completion "
         f"passes that reaches {samples['threshold']:g}. In brackets: 95 % intervals, over prompts."
@@ -131,18 +134,7 @@ def samples_table(samples: Record) -> Table | None:
         for name, statistics in samples["measures"].items()
         for statistic, values in statistics.items()
     ]
-    return Table("Several completions of each prompt", ("measure", "statistic", *samples["when"]), rows, note)
-
-
-def samples_lines(samples: Record) -> list[str]:
-    """Return the lines of `samples_table` for the terminal."""
-    table = samples_table(samples)
-    if table is None:
-        return []
-    cells = [tuple(map(str, row)) for row in (table.columns, *table.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [table.note, *lines]
+    return [Table("Several completions of each prompt", ("measure", "statistic", *samples["when"]), rows, note)]
 
 
 def _interval(values: Sequence[float] | None) -> str:
@@ -161,7 +153,8 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
         return []
     plain = ctx.task_data.report.references(rows).get("unchanged") if drawn else None
     unchanged = None if plain is None else evaluate_texts(ctx, rows, plain)
-    later, before = (_last_images(one, len(rows)) for one in (after if drawn else None, unchanged))
+    later = [episode.last.image for episode in after.episodes[: len(rows)]]
+    before = [episode.last.image for episode in unchanged.episodes] if unchanged else [None] * len(rows)
     if drawn and any(image is None for image in [*later, *(before if unchanged else ())]):  # the renderer may fail
         return []
     second = scores_of(after.rollout)
@@ -177,18 +170,6 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
         )
         for index, row in enumerate(rows)
     ]
-
-
-def _last_images(evaluation: Evaluation | None, count: int) -> list[np.ndarray | None]:
-    return [episode.last.image for episode in evaluation.episodes[:count]] if evaluation else [None] * count
-
-
-def shown_episodes(ctx: RunContext, after: Evaluation) -> list[EpisodeEntry]:
-    """Return the episodes of the first held-out prompts, chosen by position, not by result."""
-    if ctx.fns.env is None:
-        return []
-    rows = ctx.test_rows[: ctx.fns.gallery]
-    return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
 
 
 def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:

@@ -161,6 +161,13 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Any]]
     note: str = ""
 
+    def lines(self) -> list[str]:
+        """Return note and aligned columns as lines of text."""
+        cells = [tuple(map(str, row)) for row in (self.columns, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+        return [*filter(None, [self.note]), *(line.rstrip() for line in lines)]
+
 
 class GalleryEntry(NamedTuple):
     """A prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's pictures."""

@@ -98,10 +98,7 @@ def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
     """Return the measures of SHOWN of all users as text; arguments as in `table_cells`."""
     everybody = [row for row in rows if row.group == ALL]
     ((title, cells),) = table_cells(everybody, SHOWN, signed=signed)
-    lines = [[title, *SHOWN], *cells]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(text.rstrip() for text in texts)
+    return "\n".join(Table(title, (title, *SHOWN), cells).lines())
 
 
 def table_cells(

@@ -137,12 +137,6 @@ def _builtin(name: str) -> Records:
     return listed("row", None, [one for one in enumerate(records) if tier in ("", one[1]["tier"])])
 
 
-def rename_columns(record: Fields, columns: Mapping[str, str]) -> Fields:
-    """Return a record with its columns renamed as the config says, {new: old}."""
-    others = {name: value for name, value in record.items() if name not in columns.values()}
-    return others | {new: record[old] for new, old in columns.items() if old in record}
-
-
 def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | None]:
     """Return a record's row and split, or raise ValueError; picture paths are relative to `base`."""
     split = record.pop("split", None)
@@ -252,7 +246,9 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
 
     def parse(record: Record, number: int) -> tuple[Row, str | None]:
         assert isinstance(record, dict)
-        return _parse(rename_columns(record, columns), number + first, records.base)
+        others = {name: value for name, value in record.items() if name not in columns.values()}
+        renamed = {new: record[old] for new, old in columns.items() if old in record}
+        return _parse(others | renamed, number + first, records.base)
 
     facts = bytearray()
     problems = Problems()

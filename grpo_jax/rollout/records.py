@@ -59,7 +59,8 @@ def read_records(place: str) -> Records:
     Also "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG" and "hub:OWNER/NAME:CONFIG:SPLIT".
     """
     if place.startswith(_HUB) and place != _HUB:
-        return _loaded(lambda: _load_hub(place), place, None)
+        name, config, split = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
+        return _loaded(lambda: _datasets().load_dataset(name, config or None, split=split or None), place, None)
     path = Path(place)
     kind = path.suffix.lower()
     if os.path.isdir(path):  # written by `save_to_disk`
@@ -84,25 +85,32 @@ def listed(unit: str, base: Path | None, records: Sequence[tuple[int, Record]]) 
 
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
-    """Open a file of lines; parse(text of a non-blank line) → its record, or an error message."""
+    """Open a file of lines; parse(text of a non-blank line) → its record, or a ValueError."""
     lines = _loaded(lambda: _load_file("text", path, encoding="utf-8-sig"), path, path.parent)
 
-    def parsed(number: int, record: Record) -> tuple[int, Record]:
-        assert isinstance(record, dict)
+    def parse_line(record: Fields) -> Record:
         text = record["text"].strip()
-        return number + 1, parse(text) if text else None
+        return parse(text) if text else None
 
-    return lines._replace(unit="line", read=lambda start, stop: [parsed(*one) for one in lines.read(start, stop)])
+    return _parsed(lines._replace(unit="line"), 1, parse_line)
+
+
+def _parsed(records: Records, first: int, parse: Callable[[Fields], Record]) -> Records:
+    """Number records from `first`, and parse each; a ValueError is the mistake in it."""
+
+    def parsed(number: int, record: Any) -> tuple[int, Record]:
+        try:
+            return number + first, parse(record)
+        except ValueError as error:
+            return number + first, str(error)
+
+    return records._replace(read=lambda start, stop: [parsed(*one) for one in records.read(start, stop)])
 
 
 def _parse_object(text: str) -> Record:
-    """Return the object of a line of JSON, or an error message."""
-    try:
-        record = read_json(text)
-    except ValueError as error:
-        return str(error)
+    record = read_json(text)
     if not isinstance(record, dict):
-        return f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}'
+        raise ValueError(f'expected an object like {{"prompt": "…"}}, got {type(record).__name__}')
     return record
 
 
@@ -121,15 +129,10 @@ def _sheet(path: Path, delimiter: str) -> Records:
 
     rows = _loaded(load, path, path.parent)
 
-    def filled(number: int, record: Record) -> tuple[int, Record]:
-        assert isinstance(record, dict)
-        cells = {name: cell for name, cell in record.items() if cell is not None}
-        try:
-            return number + 2, checked(cells) or None
-        except ValueError as error:
-            return number + 2, str(error)
+    def parse(record: Fields) -> Record:
+        return checked({name: cell for name, cell in record.items() if cell is not None}) or None
 
-    return rows._replace(read=lambda start, stop: [filled(*one) for one in rows.read(start, stop)])
+    return _parsed(rows, 2, parse)
 
 
 def _datasets() -> Any:
@@ -142,12 +145,6 @@ def _datasets() -> Any:
 def _load_file(builder: str, path: Path, **options: Any) -> Any:
     """Convert a file once to Arrow, in the cache of `datasets`, and memory-map it."""
     return _datasets().load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
-
-
-def _load_hub(place: str) -> Any:
-    """Load "hub:OWNER/NAME", optionally followed by :CONFIG or :CONFIG:SPLIT."""
-    name, config, named = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
-    return _datasets().load_dataset(name, config or None, split=named or None)
 
 
 @contextmanager

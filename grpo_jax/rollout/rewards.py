@@ -320,15 +320,11 @@ def with_arguments(reward: Reward, constants: Mapping[str, object], *, messages:
         return reward(**{**accepted_arguments(reward, arguments), **constants})
 
     if messages:
-        bound.__signature__ = asking_also(reward, MESSAGES)  # type: ignore[attr-defined]
+        own = inspect.signature(reward).parameters
+        asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in own]
+        signature = inspect.Signature(sorted([*own.values(), *asked], key=lambda parameter: parameter.kind))
+        bound.__signature__ = signature  # type: ignore[attr-defined]
     return bound
-
-
-def asking_also(function: Reward, names: Sequence[str]) -> inspect.Signature:
-    """Return a function's signature with some further arguments."""
-    parameters = inspect.signature(function).parameters
-    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names if name not in parameters]
-    return inspect.Signature(sorted([*parameters.values(), *added], key=lambda parameter: parameter.kind))
 
 
 def as_list(returned: Any, count: int) -> list[object]:

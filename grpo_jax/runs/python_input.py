@@ -111,7 +111,7 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
-    records = read_lines(directory.prompts, _parsed)
+    records = read_lines(directory.prompts, parse_json)
     facts = bytearray()
     line: Any
     for place, (number, line) in enumerate(records.all()):
@@ -127,13 +127,6 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
 
     rows = Rows(make, np.frombuffer(facts, FACTS))
     return PromptSet(*(rows.take(rows.facts["split"] == part) for part in range(len(SPLITS))))
-
-
-def _parsed(text: str) -> Record | str:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        return str(error)
 
 
 def _row(line: Record) -> Row:

@@ -13,16 +13,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.rollout.pictures import File, Source, digest
-
-if TYPE_CHECKING:
-    from grpo_jax.config.sections import TrainingSection
 
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
@@ -169,11 +166,6 @@ def data_identity(prompts: PromptSet) -> dict[str, str]:
     return digests
 
 
-def one_prompt(rows: Sequence[Row]) -> bool:
-    """Return whether all rows have the same prompt."""
-    return len(np.unique(row_facts(rows)["digest"])) == 1
-
-
 def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the sorted places of the rows for training, validation and testing.
 
@@ -242,11 +234,6 @@ def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.nda
     rows = epoch_order(seed, epoch, n)[first * batch_size : min(first + window, n // batch_size) * batch_size]
     rows = rows[np.argsort(lengths[rows], kind="stable")].reshape(-1, batch_size)
     return rows[_permutation(len(rows), _LIKE, seed, epoch, first)[batch - first]]
-
-
-def iterations_in_all(section: TrainingSection, n: int) -> int:
-    """Count the iterations of a run over ``n`` rows; raises as `batches_per_epoch`."""
-    return section.max_steps or section.num_epochs * batches_per_epoch(n, section.prompts_per_batch)
 
 
 def draw_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:

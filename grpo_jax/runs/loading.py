@@ -35,8 +35,6 @@ from grpo_jax.rollout.data import (
     all_rows,
     batches_per_epoch,
     data_identity,
-    iterations_in_all,
-    one_prompt,
     row_facts,
 )
 from grpo_jax.rollout.encoding import Encoded, choices_trie, make_decode, make_encode, policy_tokens
@@ -160,12 +158,13 @@ def load(
     data = config.task.load(TaskSetup(config, prompts, info))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
     info("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
-    if config.data.held_out and not any(map(len, data.prompts[1:])) and one_prompt(data.prompts.train):
+    repeated = len(np.unique(row_facts(data.prompts.train)["digest"])) == 1
+    if config.data.held_out and not any(map(len, data.prompts[1:])) and repeated:
         info("prompts", "warning: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
-    batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few rows for a batch
-    iterations = iterations_in_all(config.training, len(data.prompts.train))
+    batches = batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)
+    iterations = config.training.max_steps or config.training.num_epochs * batches
     resolved = resolve_rewards(
         config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards, iterations=iterations
     )

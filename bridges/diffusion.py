@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from bridges.judges import PipelineJudge
+
     TextReader = tuple[PreTrainedTokenizerBase, PreTrainedModel]
 
 HUB_HELP = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
@@ -143,7 +145,6 @@ def _loading(source: Path | str) -> AbstractContextManager[None]:
     return loading(f"the renderer {source} ({'is the folder complete?' if isinstance(source, Path) else HUB_HELP})")
 
 
-STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
 UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
 """For pipelines that would otherwise draw other words, or another size than requested."""
 
@@ -306,24 +307,15 @@ class Renderer:
         return images
 
 
-def load_stable_diffusion_3(
-    path: str,
-    device: str,
-    training: RenderSettings,
-    evaluation: RenderSettings,
-    *,
-    dtype: str = "float32",
-    use_t5: bool = True,
-    cache_megabytes: int = 256,
-) -> Renderer:
+def load_stable_diffusion_3(judge: PipelineJudge, device: str, *, use_t5: bool = True) -> Renderer:
     """Load a Stable Diffusion 3 pipeline; `use_t5` keeps the third text encoder, if the folder has one."""
     from diffusers import StableDiffusion3Pipeline
 
     target = torch_device(device)
-    source, index = find_pipeline(path, STABLE_DIFFUSION_3)
+    source, index = find_pipeline(judge.path, StableDiffusion3Pipeline.__name__)
     has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
     absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, DTYPES[dtype], **absent)
-    renderer = Renderer(pipeline, target, training, evaluation, name=path, cache_megabytes=cache_megabytes)
+    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, DTYPES[judge.dtype], **absent)
+    renderer = Renderer(pipeline, target, *judge.settings(), name=judge.path, cache_megabytes=judge.cache_megabytes)
     renderer.kind = "Stable Diffusion 3"
     return renderer

@@ -18,8 +18,7 @@ from grpo_jax.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from bridges.judges.stable_diffusion_3 import StableDiffusion3
-    from bridges.judges.text_to_image import TextToImage
+    from bridges.judges import PipelineJudge
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -71,12 +70,6 @@ def load_config(path: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     return load_part(AutoConfig, path)
-
-
-def check_folder(path: str) -> None:
-    """Refuse a missing folder, or one without a transformers config; hub ids pass."""
-    if local_folder(path) is not None:
-        load_config(path)
 
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
@@ -179,12 +172,13 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     return sizes, widths, latents * 2 ** (len(widths) - 1)
 
 
-def renderer_memory(judge: StableDiffusion3 | TextToImage, *, use_t5: bool | None = None) -> list[tuple[str, int, str]]:
+def renderer_memory(judge: PipelineJudge) -> list[tuple[str, int, str]]:
     """Return a renderer's memory by part: weights, and the working memory of its VAE, which dominates.
 
-    `use_t5` is whether the third text encoder is loaded, which is then noted. The VAE holds three full-size activations
-    of its second widest features: before, within and after its last block.
+    A judge with `use_t5` notes whether the third text encoder is loaded. The VAE holds three full-size activations of
+    its second widest features: before, within and after its last block.
     """
+    use_t5 = getattr(judge, "use_t5", None)
     sizes, widths, edge = pipeline_sizes(judge.path)
     edge = judge.size or edge
     item = ITEM_BYTES[judge.dtype]

@@ -6,13 +6,44 @@ Its fields are the judge's config (`judges.NAME.FIELD`), each with its help. `gr
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
 from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     from bridges.diffusion import RenderSettings
+
+
+class ModelJudge(Judge):
+    """Base class of a judge that is a model of transformers.
+
+    Attributes:
+        auto: Its Auto class.
+        working_bytes: Allowance for a batch.
+    """
+
+    auto: ClassVar[str]
+    working_bytes: ClassVar[int]
+
+    path: str
+    """Folder or hub id."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights."""
+
+    def check(self) -> None:
+        """Refuse a missing folder, without reading weights."""
+        from bridges.loading import load_config, local_folder
+
+        if local_folder(self.path) is not None:
+            load_config(self.path)
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Return the weights, and an allowance for a batch."""
+        from bridges.loading import ITEM_BYTES, model_size
+
+        weights = model_size(self.path, self.auto) * ITEM_BYTES[self.dtype]
+        return [("model", weights, self.dtype), ("batch", self.working_bytes, "allowance")]
 
 
 class PipelineJudge(Judge):
@@ -36,6 +67,12 @@ class PipelineJudge(Judge):
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures drawn at once."""
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged."""
+        from bridges.loading import renderer_memory
+
+        return renderer_memory(self)
 
     def settings(self, negative_prompt: str | None = None) -> tuple[RenderSettings, RenderSettings]:
         """Return the settings of training and of evaluation."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from bridges.judges import ModelJudge
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
-from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +22,11 @@ PUBLISHED: dict[str, int] = {
 """Parameters of models on the hub."""
 
 
-class ClipModel(Judge):
+class ClipModel(ModelJudge):
     """Judges pictures and texts by their cosine in the space of a `CLIPModel` of transformers."""
 
     path: str = "yuvalkirstain/PickScore_v1"
     """Folder or hub id."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of its weights."""
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures or texts encoded at once."""
 
@@ -56,7 +54,7 @@ class ClipModel(Judge):
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer")
         preprocess = self._preprocess()
         model = load_complete(CLIPModel, self.path, dtype=self.dtype).to(target)
-        scorer = Scorer(
+        return Scorer(
             _Towers(model),
             lambda texts: tokenizer(texts, **options).input_ids,
             preprocess,
@@ -65,7 +63,6 @@ class ClipModel(Judge):
             dtype=DTYPES[self.dtype],
             batch_size=self.batch_size,
         )
-        return scorer
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights; activations are some tens of megabytes."""

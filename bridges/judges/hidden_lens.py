@@ -21,8 +21,7 @@ class HiddenLens(PipelineJudge):
         """Load the pipeline on "cpu" or "gpu:N"."""
         from bridges.diffusion import load_stable_diffusion_3
 
-        own = {"dtype": self.dtype, "cache_megabytes": self.cache_megabytes}
-        renderer = load_stable_diffusion_3(self.path, device, *self.settings(), **own)
+        renderer = load_stable_diffusion_3(self, device)
         renderer.kind += " behind hidden lenses"
         renderer.change = lambda images, seeds: look(images, [lens_of(seed) for seed in seeds])
         return renderer
@@ -30,9 +29,3 @@ class HiddenLens(PipelineJudge):
     def oracle(self, best: str, seed: int) -> str:
         """Return the best words for a request under the lens of its seed; `best` are those without a lens."""
         return undone(best, lens_of(seed))
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Weights from the config files, and the working memory of the VAE."""
-        from bridges.loading import renderer_memory
-
-        return renderer_memory(self)

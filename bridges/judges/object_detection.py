@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from bridges.judges import ModelJudge
 from grpo_jax.config.fields import PositiveCount, Share, require, resume_mutable
-from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError, short_repr
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ Box = Sequence[float]
 """Left, top, right and bottom in pixels."""
 
 
-class ObjectDetection(Judge):
+class ObjectDetection(ModelJudge):
     """Judges a picture by a detector's objects: their kinds, numbers, places and colours."""
+
+    auto = "AutoModelForObjectDetection"
+    working_bytes = 2**30
 
     path: str
     """Folder or hub id of an object-detection model of transformers."""
@@ -42,16 +45,8 @@ class ObjectDetection(Judge):
     """Score that an object must exceed; 0.9 where the prompt's tag is "counting"."""
     partial: bool = False
     """Score the share of the requested objects that is there, instead of 1 for all of them and else 0."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures looked at at once."""
-
-    def check(self) -> None:
-        """Refuse a missing folder, without reading weights."""
-        from bridges.loading import check_folder
-
-        check_folder(self.path)
 
     def load(self, device: str) -> Detector:
         """Load the detector on "cpu" or "gpu:N".
@@ -69,13 +64,6 @@ class ObjectDetection(Judge):
         require(detects, self.path, "a model that detects objects", f"a {type(processor).__name__}")
         model = load_complete(AutoModelForObjectDetection, self.path, dtype=self.dtype).to(target)
         return Detector(self, model, processor, target)
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights, and an allowance of a gigabyte for a batch."""
-        from bridges import loading
-
-        weights = loading.model_size(self.path, "AutoModelForObjectDetection") * loading.ITEM_BYTES[self.dtype]
-        return [("detector", weights, self.dtype), ("looking", 2**30, "allowance")]
 
 
 class Detector:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from bridges.judges import ModelJudge
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
-from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     import torch
@@ -16,15 +16,16 @@ Message = Mapping[str, str | list[Mapping[str, str]]]
 """A chat message, whose content is a text or a list of parts."""
 
 
-class SequenceClassification(Judge):
+class SequenceClassification(ModelJudge):
     """Judges an answer to its prompt with a reward model; named among the rewards, it is one."""
+
+    auto = "AutoModelForSequenceClassification"
+    working_bytes = 2**29
 
     path: str
     """Folder or hub id of an `AutoModelForSequenceClassification`."""
     label: str = ""
     """Which of several outputs is the reward; a reward model has one, and none to name."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of its weights."""
     batch_size: PositiveCount = resume_mutable(16)
     """Texts read at once."""
     max_tokens: PositiveCount = 4096
@@ -58,14 +59,6 @@ class SequenceClassification(Judge):
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         limits = (self.max_tokens, tokenizer.model_max_length, getattr(config, "max_position_embeddings", 2**31))
         return RewardModel(self, model, tokenizer, target, column, int(min(limits)))
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights; activations grow with batch_size x max_tokens, but are small in comparison."""
-        from bridges import loading
-
-        size = loading.model_size(self.path, "AutoModelForSequenceClassification")
-        weights = size * loading.ITEM_BYTES[self.dtype]
-        return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]
 
     def _column(self, config: PretrainedConfig) -> int:
         """Return the index of the model's output for the reward."""

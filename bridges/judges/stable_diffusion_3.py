@@ -26,17 +26,4 @@ class StableDiffusion3(PipelineJudge):
         """Load the pipeline on "cpu" or "gpu:N", only from safetensors and without running its code."""
         from bridges.diffusion import load_stable_diffusion_3
 
-        return load_stable_diffusion_3(
-            self.path,
-            device,
-            *self.settings(),
-            dtype=self.dtype,
-            use_t5=self.use_t5,
-            cache_megabytes=self.cache_megabytes,
-        )
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights, from the config files, and the working memory of the VAE."""
-        from bridges.loading import renderer_memory
-
-        return renderer_memory(self, use_t5=self.use_t5)
+        return load_stable_diffusion_3(self, device, use_t5=self.use_t5)

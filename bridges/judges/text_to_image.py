@@ -98,12 +98,6 @@ class TextToImage(PipelineJudge):
         renderer.kind += f" and LoRA {self.lora}" if self.lora else ""
         return renderer
 
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged."""
-        from bridges.loading import renderer_memory
-
-        return renderer_memory(self)
-
 
 def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
     """Return replacements of parts that the folder lacks or that would alter the pictures."""

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+from bridges.judges import ModelJudge
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
-from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +17,11 @@ PROMPT = "{prompt}"
 """In a question, the place of the user's prompt."""
 
 
-class Vqa(Judge):
+class Vqa(ModelJudge):
     """Judges a picture by P("Yes"): the probability that a model's reply to a question about it begins so."""
+
+    auto = "AutoModelForImageTextToText"
+    working_bytes = 2**30
 
     path: str
     """Folder or hub id of an image-text-to-text model of transformers with a chat template."""
@@ -34,12 +37,6 @@ class Vqa(Judge):
     def __post_init__(self) -> None:
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
-
-    def check(self) -> None:
-        """Refuse a missing folder, without reading weights."""
-        from bridges.loading import check_folder
-
-        check_folder(self.path)
 
     def load(self, device: str) -> Answerer:
         """Load the model with its processor on "cpu" or "gpu:N".
@@ -61,14 +58,6 @@ class Vqa(Judge):
         processor.tokenizer.padding_side = "left"  # so that all rows end before the reply
         model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype).to(target)
         return Answerer(self, model, processor, target)
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights, and an allowance of a gigabyte for a batch."""
-        from bridges import loading
-
-        size = loading.model_size(self.path, "AutoModelForImageTextToText")
-        weights = size * loading.ITEM_BYTES[self.dtype]
-        return [("model", weights, self.dtype), ("looking", 2**30, "allowance")]
 
 
 class Answerer:

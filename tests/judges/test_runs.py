@@ -40,10 +40,10 @@ async def wished(completions, wish, preference):
 """
 
 FOLDERS = [
-    (tiny_models.reward_model, SequenceClassification, "reward model"),
+    (tiny_models.reward_model, SequenceClassification, "model"),
     (tiny_models.clip_model, ClipModel, "CLIP"),
     (seeing_folder, Vqa, "model"),
-    (tiny_models.detector, ObjectDetection, "detector"),
+    (tiny_models.detector, ObjectDetection, "model"),
 ]
 
 

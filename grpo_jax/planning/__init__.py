@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from grpo_jax.errors import UserError
 
@@ -14,15 +13,11 @@ PLAN, MEMORY, TARGET = "--plan", "--device_memory_gib", "--target"
 GIB = 2**30
 
 
-class PlanRequest(NamedTuple):
-    """The options of --plan: GiB of each device (() for this machine's), and a target device to simulate ("": none)."""
+def take_request(arguments: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
+    """Separate --plan and its options from a command line; None without --plan.
 
-    gib: tuple[float, ...] = ()
-    target: str = ""
-
-
-def take_request(arguments: Sequence[str]) -> tuple[PlanRequest | None, list[str]]:
-    """Separate --plan and its options from a command line; None without --plan."""
+    They are `gib`, of each device (() for this machine's), and `target`, a device to simulate ("": none).
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")
     devices = parser.add_mutually_exclusive_group()  # a target has its own memory
@@ -33,7 +28,7 @@ def take_request(arguments: Sequence[str]) -> tuple[PlanRequest | None, list[str
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}") from error
     if options.plan:
-        return PlanRequest(options.gib, options.target), rest
+        return options, rest
     if options.gib or options.target:
         raise UserError(f"{MEMORY if options.gib else TARGET}: an option of {PLAN}; add {PLAN}")
     return None, rest

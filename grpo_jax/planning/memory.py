@@ -7,6 +7,7 @@ and the compiler reports their memory. Judges report their own.
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import jax
 
 from grpo_jax.config.fields import require
-from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError, one_line, short_repr
@@ -27,7 +27,7 @@ from grpo_jax.models.lora import count_weights
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
-from grpo_jax.planning import GIB, MEMORY, PLAN, TARGET, PlanRequest
+from grpo_jax.planning import GIB, MEMORY, PLAN, TARGET
 from grpo_jax.planning.programs import Report, Shown, report_program, run_programs, state_shapes, tree_bytes
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
 from grpo_jax.rollout.data import all_rows, row_facts
@@ -55,8 +55,8 @@ PUBLISHED_POLICIES: Mapping[str, Mapping[str, object]] = {
 """Shapes from their config.json, for planning without a connection."""
 
 
-def show_plan(config: object, request: PlanRequest) -> int:
-    """Print the plan of a config; return 0 if it fits, 1 if not."""
+def show_plan(config: object, request: Namespace) -> int:
+    """Print the plan of a config, with the options of `take_request`; return 0 if it fits, 1 if not."""
     target = parse_target(request.target) if request.target else None
     if not isinstance(config, Config) or config.policy.path == NEW:
         raise UserError(f"{PLAN}: a small policy, made when the run begins, takes little; there is nothing to plan")
@@ -251,7 +251,7 @@ def plan_devices(
     cards = {name: DeviceMemory(name, _capacity(name, gib), {}) for name in names}
     placed = own_package("bridges", "ray_pool").placed
     lines = {POLICY: policy_lines(config, memory, target)}
-    lines |= {name: judge_lines(placed(judge, name)) for name, judge in config.judges.items()}
+    lines |= {name: [Line(*row) for row in placed(judge, name).memory()] for name, judge in config.judges.items()}
     for part, where in places.items():
         for name in where:
             cards[name].parts[part] = lines[part]
@@ -307,11 +307,6 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
         Line("sampling", memory.sampling, f"{note}, with its caches", larger or ahead),
         Line("update", memory.update, f"{note}, with its gradients; remat: {section.remat}", not larger or ahead),
     ]
-
-
-def judge_lines(judge: Judge) -> list[Line]:
-    """Return the lines that a judge reports (`memory`)."""
-    return [Line(*row) for row in judge.memory()]
 
 
 # --------------------------------------------------------------------------------------------------------- the printing

@@ -12,7 +12,6 @@ from grpo_jax.config.fields import identity
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.planning.memory import judge_lines
 
 
 class Sized(Judge):
@@ -45,10 +44,10 @@ def test_fields_of_a_pool_make_a_pooled_judge_and_come_back_from_a_file():
 def test_where_a_pool_is_and_what_it_takes():
     config = make_config(task="text", judges={"a": {"kind": "open_clip", "pool": {"replicas": 2}}, "b": "open_clip"})
     assert config.requests == {"policy": "auto", "a": "cpu", "b": "auto"}
-    (copies,) = judge_lines(Pooled(Sized(), PoolSection(replicas=3), "judges.a"))
+    (copies,) = Pooled(Sized(), PoolSection(replicas=3), "judges.a").memory()
     assert copies[:3] == ("weights", 30, "float32, in 3 actors")
-    (elsewhere,) = judge_lines(pooled(replicas=2, resources={"num_gpus": 1}))
-    assert elsewhere.bytes == 0 and "2 actors of a Ray cluster, each with 1 of its cards" in elsewhere.note
+    (elsewhere,) = pooled(replicas=2, resources={"num_gpus": 1}).memory()
+    assert elsewhere[1] == 0 and "2 actors of a Ray cluster, each with 1 of its cards" in elsewhere[2]
     with pytest.raises(UserError, match="devices: expected none for a judge in a pool"):
         pooled(replicas=2).load("gpu:1")
 

@@ -72,9 +72,7 @@ class StopRun(UserError):
 
 
 class Stopped(BaseException):
-    """A stop was requested (SIGTERM, Ctrl-C) while a run waits; `iteration` is the saved one, if any."""
-
-    iteration: int | None = None
+    """A stop was requested (SIGTERM, Ctrl-C) while a run waits."""
 
 
 class StageError(RuntimeError):

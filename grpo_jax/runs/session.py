@@ -207,13 +207,6 @@ class Callbacks(NamedTuple):
     on_validation: Callback | None = None
     on_checkpoint: Callback | None = None
 
-    def ask(self, name: str, event: IterationEvent) -> bool:
-        """Call the callback of that name, which must exist; return whether it requests a stop."""
-        try:
-            return bool(getattr(self, name)(event))
-        except Exception as error:
-            raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
-
 
 class EarlyStopping(NamedTuple):
     """Early stopping's best value (None before the first), its iteration, and the validations since then."""
@@ -301,17 +294,18 @@ class Session:
 
     def call_back(self, name: str, progress: Progress, metrics: Record) -> None:
         """Call the callback of that name; request a stop if it asks to and iterations are left."""
-        if getattr(self.callbacks, name) is None:
+        callback = getattr(self.callbacks, name)
+        if callback is None:
             return
         step, folder = int(metrics.get("step", progress.iteration)), self.output.directory.path.absolute()
         checkpoint = self.checkpoints.folder / f"step_{step}" if name == "on_checkpoint" else None
         event = IterationEvent(step, progress.iterations, dict(metrics), folder, checkpoint)
-        asked, failure = False, None
+        asked, message, failure = False, "", None
         try:
-            asked = is_main_process() and self.callbacks.ask(name, event)
-        except UserError as error:
-            failure = error
-        asked, message = broadcast([asked, str(failure or "")])
+            asked = is_main_process() and bool(callback(event))
+        except Exception as error:
+            message, failure = f"{name}: {type(error).__name__}: {one_line(error)}", error
+        asked, message = broadcast([asked, message])
         if message:
             raise StopRun(message) from failure
         if asked and not self.is_over(progress):

@@ -95,7 +95,7 @@ def train(
                     trainer.train()
                     return trainer.finish()
             except Stopped:
-                return trainer.stopped()
+                return session.stopped(trainer.progress.iteration if trainer.begun else 0)
             finally:
                 trainer.rollouts.close()
 
@@ -114,7 +114,7 @@ class Trainer:
         self.learner = ctx.learner
         self.teacher = load_teacher(ctx.config, ctx.policy, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
         self.rollouts = Rollouts(ctx)
-        self._begun = False  # whether there are a state and a progress to save
+        self.begun = False  # whether there are a state and a progress to save
 
     def begin(self) -> None:
         """Restore the latest checkpoint on --resume, or initialise and evaluate."""
@@ -144,7 +144,7 @@ class Trainer:
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         identity = identity_of(self.config, ctx.task_data.identity)
         self.progress = Progress(0, self.iterations, None, 0, seconds, identity, notes)
-        self._begun = True
+        self.begun = True
         for line in baseline_lines(ctx, before):
             output.info(line)
         self.save(wait=True)
@@ -177,7 +177,7 @@ class Trainer:
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = restored_state(saved, template.variables)
         self.progress = progress._replace(iterations=iterations, identity=identity)
-        self._begun = True
+        self.begun = True
 
     def train(self) -> None:
         """Run the loop: sample and judge, update, log, and save if due."""
@@ -296,19 +296,16 @@ class Trainer:
         """Write a checkpoint of state and progress (`Session.save`)."""
         self.session.save(self.progress, saved_parts(self.state), name=name, wait=wait)
 
-    def stopped(self) -> Record:
-        """Log how to resume a stopped run."""
-        return self.session.stopped(self.progress.iteration if self._begun else 0)
-
     @contextmanager
     def saved_where_it_ends(self) -> Iterator[None]:
         """Save the state before an exception ends the run; report a failed reward in one line."""
         try:
             yield
         except (Stopped, StageError, StopRun) as error:
-            if process_count() > 1 and isinstance(error, StageError) and _is_own_failure(error):
+            of_policy = isinstance(error, StageError) and error.stage == "sample"
+            if process_count() > 1 and of_policy and not isinstance(error.__cause__, UserError):
                 raise  # other processes may be inside this stage and cannot save
-            if self._begun:
+            if self.begun:
                 self.save(wait=True)
             if isinstance(error, Stopped):
                 raise
@@ -316,7 +313,7 @@ class Trainer:
             resumable = self.output.directory.holds_checkpoint() or self.config.resume
             hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
             hint += "" if resumable else "; --debug shows the traceback"
-            iteration = self.progress.iteration if self._begun else None
+            iteration = self.progress.iteration if self.begun else None
             told = explained(error, iteration, self.config.run_dir, resumable=resumable, hint=hint)
             if told is error:
                 raise
@@ -334,11 +331,6 @@ class Trainer:
         """Save a checkpoint of the loop, in the background unless a callback waits for it."""
         self.save(wait=self.session.callbacks.on_checkpoint is not None)
         self.session.call_back("on_checkpoint", self.progress, {})
-
-
-def _is_own_failure(error: StageError) -> bool:
-    """Return whether the policy failed in this process; all processes know failures of judges and inputs."""
-    return error.stage == "sample" and not isinstance(error.__cause__, UserError)
 
 
 def train_blocks(session: Session, blocks: Blocks) -> Record:

@@ -113,15 +113,3 @@ def _stands(one: Found, other: Found, place: str) -> bool:
 def pixel_accuracy(images: np.ndarray, requested: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Return 1 for each picture [n, 3, 32, 32] that shows exactly the requested objects, else 0: f64[n]."""
     return np.array([shows(read(image), wanted) for image, wanted in zip(images, requested, strict=True)], float)
-
-
-def prompts(split: str, count: int) -> list[dict]:
-    """Return at most `count` rows of a split, cycling through the six kinds; rewards receive the columns.
-
-    A text may repeat, with the same request, since a kind has a limited number of texts.
-
-    Returns:
-        Rows ``{"prompt": text, "kind": one of KINDS, "requested": argument of pixel_accuracy, "oracle": text}``.
-    """
-    rows = [row for row in world.shipped_prompts("scenes") if row["split"] == split]
-    return [{name: value for name, value in row.items() if name != "split"} for row in rows[:count]]

@@ -164,15 +164,16 @@ def shipped_prompts(name: str) -> list[dict]:
     return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
-def prompts(split: str, count: int) -> list[dict]:
-    """Return at most `count` rows of a split ("train", "validation", "test"); rewards receive the columns.
+def prompts(name: str, split: str, count: int) -> list[dict]:
+    """Return at most `count` rows of a split ("train", "validation", "test") of the "world" or of its harder "scenes".
 
-    No (shape, colour) pair occurs in two splits.
+    No (shape, colour) pair of the world occurs in two splits. The scenes cycle through their six kinds; a text may
+    repeat, with the same request, since a kind has a limited number of texts.
 
     Returns:
-        Rows ``{"prompt": text, "requested": {attribute: canonical word}, "oracle": text}``.
+        Rows ``{"prompt": text, "requested": argument of pixel_accuracy, "oracle": text}``, of scenes with "kind".
     """
-    rows = [row for row in shipped_prompts("world") if row["split"] == split]
+    rows = [row for row in shipped_prompts(name) if row["split"] == split]
     return [{name: value for name, value in row.items() if name != "split"} for row in rows[:count]]
 
 

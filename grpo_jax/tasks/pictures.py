@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -291,7 +292,7 @@ def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyTyp
     for field in ("columns", "validation", "test"):
         value = getattr(config.data, field)
         require(not value, f"data.{field}", f'nothing with data.prompts "{name}", which is made', value)
-    make = own_package("bridges", f"miniature.{worlds[name]}").prompts if name in worlds else makers[name]
+    make = makers[name] if name in makers else partial(own_package("bridges", "miniature.world").prompts, worlds[name])
     counts = (TRAINING_PROMPTS, config.evaluation.validation_prompts or 1, config.evaluation.prompts or TEST_PROMPTS)
     return make_prompt_set(*map(make, SPLITS, counts))
 

@@ -18,8 +18,6 @@ compiled iterations.
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +31,7 @@ from grpo_jax.config.fields import Section, require
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, completion_statistics
-from grpo_jax.rollout.env import Env, Observation
+from grpo_jax.rollout.env import Env, Observation, as_uint8
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.training.estimators import Invalid
@@ -97,15 +95,7 @@ class TurnEnvironment(NamedTuple):
 
 def decode_picture(value: object) -> object:
     """Decode a base64 PNG; return anything but a string unchanged. ValueError if it is not a picture."""
-    if not isinstance(value, str):
-        return value
-    from PIL import Image
-
-    try:
-        file = io.BytesIO(base64.b64decode(value, validate=True))
-        return np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))
-    except Exception as error:  # Pillow raises many types, also for a picture that is too large
-        raise ValueError("expected a PNG in base64") from error
+    return as_uint8(f"data:image/png;base64,{value}") if isinstance(value, str) else value
 
 
 Picture = Annotated[np.ndarray, BeforeValidator(decode_picture)]

@@ -150,7 +150,7 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
         (
             "report.json",
             '{"gallery": [{"prompt": "p", "completion": "r", "before": "<b>"}]}',
-            "expected a PNG in base64",
+            "gallery.0.before: Value error, a picture is not valid base64",
         ),
         ("report.json", '{"sections": {"gallery": "<form>"}}', "report.json: sections: "),
     ],

@@ -198,8 +198,7 @@ def load_dataset(task: Recommendation, columns: Mapping[str, str] | None = None)
 
 def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:
     if task.source == "dummy":
-        world = make_world(users=task.dummy_users, items=task.dummy_items)
-        return world.catalogue, world.sequences
+        return make_world(users=task.dummy_users, items=task.dummy_items)
     if not task.source:
         both = "--task.source sequential.txt --task.catalogue items.tsv"
         raise UserError(f"task.source: expected your sequences or events, and their catalogue: {both}; got nothing")
@@ -252,13 +251,6 @@ BRANDS = (
 _PER_BRAND = len(COLOURS) * len(MATERIALS) * len(KINDS)
 
 
-class World(NamedTuple):
-    """A generated data set."""
-
-    catalogue: Catalogue
-    sequences: Sequences
-
-
 def make_catalogue_of_words(items: int) -> Catalogue:
     """Make all combinations of words, with enough brands for at least `items` items."""
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
@@ -294,12 +286,12 @@ def make_world(
     fickle: float = 0.1,
     noise: float = 0.02,
     seed: int = 0,
-) -> World:
+) -> tuple[Catalogue, Sequences]:
     """Draw users, whose items never repeat; `fickle` and `noise` are shares of the items."""
     catalogue = make_catalogue_of_words(items)
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn = [_user(generator, len(catalogue), length, fickle, noise) for _ in range(users)]
-    return World(catalogue, Sequences(tuple(UserSequence(f"u{user}", rows) for user, rows in enumerate(drawn))))
+    return catalogue, Sequences(tuple(UserSequence(f"u{user}", rows) for user, rows in enumerate(drawn)))
 
 
 def _user(generator: np.random.Generator, items: int, length: int, fickle: float, noise: float) -> tuple[int, ...]:

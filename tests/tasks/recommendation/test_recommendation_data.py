@@ -286,10 +286,10 @@ def test_what_a_rule_does_is_said(tmp_path):
 
 
 def test_without_noise_targets_follow_the_rules():
-    world = examples.make_world(users=100, fickle=0.3, noise=0.0)
+    catalogue, sequences = examples.make_world(users=100, fickle=0.3, noise=0.0)
     votes = 0
-    for user in world.sequences.users:
-        words = [world.catalogue.titles[item].split() for item in user.items]
+    for user in sequences.users:
+        words = [catalogue.titles[item].split() for item in user.items]
         brands, colours, materials, kinds = zip(*words, strict=True)
         assert len(set(materials)) == 1
         for names, wheel in ((colours, examples.COLOURS), (kinds, examples.KINDS)):
@@ -302,11 +302,11 @@ def test_without_noise_targets_follow_the_rules():
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_no_title_repeats_and_no_prompt_holds_the_target(noise):
-    world = examples.make_world(users=200, length=20, noise=noise, seed=4)
-    for user in world.sequences.users:
+    catalogue, sequences = examples.make_world(users=200, length=20, noise=noise, seed=4)
+    for user in sequences.users:
         assert len(set(user.items)) == len(user.items)
     task = Recommendation(history_items=19, separator=" , ")
-    for part in split_examples(last_split(world.sequences.users), world.catalogue, task):
+    for part in split_examples(last_split(sequences.users), catalogue, task):
         assert not any(row.columns["target_title"] in row.prompt for row in part)
 
 

@@ -24,7 +24,7 @@ from grpo_jax.train import main
 
 PAGE = (ROOT / "docs" / "recommendation.md").read_text().partition("## Your own catalogue")[2].partition("\n## ")[0]
 WORLD = make_world(users=200, items=280, seed=0)
-TITLES = WORLD.catalogue.titles
+TITLES = WORLD[0].titles
 SHORT = [
     *("--policy.new.width=16", "--policy.new.layers=1", "--sft.steps=3", "--training.max_steps=1"),
     *("--training.save_every=0", "--training.prompts_per_batch=8", "--sampling.group_size=4"),
@@ -48,7 +48,7 @@ def shop(tmp_path_factory):
     """The dummy world as a user's files."""
     folder = tmp_path_factory.mktemp("shop")
     write_shop(folder, WORLD)
-    histories = {user.user: [WORLD.catalogue.ids[row] for row in user.items] for user in WORLD.sequences.users}
+    histories = {user.user: [WORLD[0].ids[row] for row in user.items] for user in WORLD[1].users}
     (folder / "histories.txt").write_text("".join(" | ".join(items[:3]) + "\n" for items in [*histories.values()][:2]))
     return folder
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,10 @@ def show_plan(config: object, request: Namespace) -> int:
         prepare()
         require(size <= target.devices, "policy.mesh", f"at most {target.devices} devices for {TARGET} {target}", size)
         gib = (target.kind.memory / GIB,) * target.devices
-    _simulate_devices(len(gib), size)
+    if gib:
+        with suppress(RuntimeError):  # JAX has already started and keeps its devices
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", max(len(gib), size))
     model = read_shape(config.policy.path)
     shown, note = read_shown(config, model)
     memory, programs = plan_policy(config, model, shown, target)
@@ -75,17 +79,6 @@ def show_plan(config: object, request: Namespace) -> int:
     full = [card.name for card in cards if card.excess]
     print(f"It does not fit: {', '.join(full)}." if full else "It fits.")
     return 1 if full else 0
-
-
-def _simulate_devices(count: int, least: int) -> None:
-    """Simulate the planned devices on the CPU, as many as a mesh may need."""
-    if not count:
-        return
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", max(count, least))
-    except RuntimeError:  # JAX has already started and keeps its devices
-        pass
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy

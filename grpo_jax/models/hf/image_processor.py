@@ -20,7 +20,6 @@ from grpo_jax.models.vision.pictures import Picture
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-    from transformers import BaseImageProcessor
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of settings: under "image_processor" of the first (transformers 5), or alone in the second."""
@@ -200,7 +199,10 @@ def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence
 
     It uses torchvision if installed, else Pillow; they differ in the last bits.
     """
-    processor = _load_processor(folder)
+    from transformers import AutoImageProcessor  # its own class for the folder's processor, never one of the folder
+
+    with failures_named(f"cannot load the image processor of {folder}"):
+        processor = AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"
     limits = {"shortest_edge": settings.least, "longest_edge": settings.most}
 
@@ -232,11 +234,3 @@ def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence
         return [Picture(*parts) for parts in zip(np.split(values, ends[:-1]), grids, strict=True)]
 
     return prepare
-
-
-def _load_processor(folder: Path) -> BaseImageProcessor:
-    """Load transformers' own class for the folder's processor, never a class from the folder."""
-    from transformers import AutoImageProcessor
-
-    with failures_named(f"cannot load the image processor of {folder}"):
-        return AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)

@@ -91,14 +91,17 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
     `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
     all. UserError if there is no such pipeline, or it needs its own code.
     """
+    import diffusers
+    from huggingface_hub import hf_hub_download
+
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
-    index = _contents(source)
+    file = "model_index.json"
+    with _loading(source):
+        index = load_json(source / file if isinstance(source, Path) else Path(hf_hub_download(source, file)))
     name = index.get("_class_name")
     needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
     require(not kinds or name in kinds, str(source), f"a {needed}", f"a {name}")
-    import diffusers
-
     libraries = {part: value[0] for part, value in index.items() if isinstance(value, list)}
     foreign = [
         part
@@ -107,15 +110,6 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
     ]
     require(not foreign, str(source), "no code that comes with the weights", ", ".join(foreign))
     return source, index
-
-
-def _contents(source: Path | str) -> dict:
-    """Read the table of contents of a pipeline, from its folder or the hub."""
-    from huggingface_hub import hf_hub_download
-
-    file = "model_index.json"
-    with _loading(source):
-        return load_json(source / file if isinstance(source, Path) else Path(hf_hub_download(source, file)))
 
 
 def load_pipeline(

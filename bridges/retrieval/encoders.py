@@ -183,6 +183,7 @@ class Index(NamedTuple):
     vectors: Vectors
     fingerprint: Fingerprint
     folder: Path | None
+    titles: Sequence[str] = ()  # as in the folder
 
 
 def cache_folder() -> Path:
@@ -210,16 +211,12 @@ def load_index(folder: str | Path) -> Index:
     folder = Path(folder)
     dense = folder / "vectors.npy"
     try:
-        fingerprint = Fingerprint(**load_json(folder / "meta.json")["fingerprint"])
+        meta = load_json(folder / "meta.json")
+        fingerprint, titles = Fingerprint(**meta["fingerprint"]), meta["titles"]
         vectors = np.load(dense, mmap_mode="r") if dense.is_file() else sparse.load_npz(folder / "vectors.npz")
     except Exception as error:  # zipfile and NumPy raise many types
         raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error
-    return Index(vectors, fingerprint, folder)
-
-
-def load_titles(folder: str | Path) -> list[str]:
-    """Return the titles of a folder's vectors."""
-    return load_json(Path(folder) / "meta.json")["titles"]
+    return Index(vectors, fingerprint, folder, titles)
 
 
 def save_index(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:

@@ -27,8 +27,8 @@ class RankService:
 
     def load(self, device: str) -> "RankService":
         """Load the encoder onto "cpu" or "gpu:N" of the actor's GPUs, and the vectors."""
-        encoder = encoders.load_encoder(self.encoder, encoders.load_titles(self._folder), device=device)
         index = encoders.load_index(self._folder)
+        encoder = encoders.load_encoder(self.encoder, index.titles, device=device)
         if encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
         self._backend, self.fingerprint = LocalBackend(encoder, index), tuple(index.fingerprint)

@@ -136,7 +136,7 @@ def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
     for retriever in (first, second):
         assert retriever.score_ranks(["rose cream"], [6], [[]]).rank == [2]
     assert first.fingerprint == second.fingerprint
-    assert encoders.load_titles(folder) == TITLES
+    assert encoders.load_index(folder).titles == TITLES
 
 
 def test_a_damaged_cache_is_named(tmp_path):

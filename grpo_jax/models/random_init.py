@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -51,12 +50,27 @@ def write_policy(
     vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
     width, layers, window = section.width, section.layers, section.window
     _write_tokenizer(folder, vocabulary, window, plain_words)
-    shape = _llama_config(width, layers, section.heads, window, section.mlp or 2 * width)
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    config = {**shape, "vocab_size": len(vocabulary), "tie_word_embeddings": True, "torch_dtype": "float32", **ids}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": section.mlp or 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": section.heads,
+        "num_key_value_heads": section.heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": window,
+        "vocab_size": len(vocabulary),
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        **ids,
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-    tensors = _llama_tensors(_drawer(seed), len(vocabulary), width, layers, section.mlp or 2 * width)
+    tensors = _llama_tensors(seed, len(vocabulary), width, layers, config["intermediate_size"])
     rows = {word: row for row, word in enumerate(vocabulary)}
     for word, vector in (vectors or {}).items():
         tensors["model.embed_tokens.weight"][rows[word]] = vector
@@ -64,22 +78,6 @@ def write_policy(
         tensors |= _recent_mean(tensors["model.embed_tokens.weight"], [rows[word] for word in vectors], section.heads)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def _llama_config(width: int, layers: int, heads: int, window: int, inside: int) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": inside,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": window,
-    }
 
 
 def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_words: bool) -> None:
@@ -107,16 +105,12 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_wor
     tokenizer.save_pretrained(folder)
 
 
-def _drawer(seed: int) -> Callable[..., np.ndarray]:
-    """Make normal(*shape): float32 with standard deviation 0.02."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    return lambda *shape: (0.02 * generator.standard_normal(shape)).astype(np.float32)
+def _llama_tensors(seed: int, vocabulary: int, width: int, layers: int, inside: int) -> dict[str, np.ndarray]:
+    generator, ones = np.random.Generator(np.random.PCG64(seed)), np.ones(width, np.float32)
 
+    def normal(*shape: int) -> np.ndarray:
+        return (0.02 * generator.standard_normal(shape)).astype(np.float32)
 
-def _llama_tensors(
-    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, inside: int
-) -> dict[str, np.ndarray]:
-    ones = np.ones(width, np.float32)
     tensors = {"model.embed_tokens.weight": normal(vocabulary, width), "model.norm.weight": ones}
     for layer in range(layers):
         name = f"model.layers.{layer}"

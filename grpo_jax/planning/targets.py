@@ -20,7 +20,6 @@ from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.planning import GIB, TARGET
 
-EXTRA = "targets"
 _UNTIMED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 _WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
 """Untimed, Triton finds no tiles for some products."""
@@ -118,7 +117,7 @@ def open_devices(target: Target) -> list[jax.Device]:
     compilers = ("jax_cuda12_plugin", "jax_cuda13_plugin") if isinstance(kind, Gpu) else ("libtpu",)
     if not any(map(find_spec, compilers)):
         needed = f"needs {' or '.join(compilers)}"
-        raise UserError(f'{TARGET} {target.name}: {needed}; run pip install "grpo_jax[{EXTRA}]"')
+        raise UserError(f'{TARGET} {target.name}: {needed}; run pip install "grpo_jax[targets]"')
     if isinstance(kind, Gpu):
         shape = f"1x1x{target.devices}"
         return list(topologies.get_topology_desc("", "cuda", target_config=_figures(kind), topology=shape).devices)

@@ -285,9 +285,7 @@ def pictures_column(pictures: Sequence[Sequence[Source]]) -> dict[str, pyarrow.A
     def stored(source: Source) -> dict[str, bytes | str | None]:
         if isinstance(source, File):
             return {"bytes": None, "path": str(source.path)}
-        picture = read_rgb(source)
-        picture.thumbnail((_STORED_PIXELS, _STORED_PIXELS))
-        return {"bytes": png(picture), "path": None}
+        return {"bytes": png(thumbnail(source, _STORED_PIXELS)), "path": None}
 
     kind = pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
     columns = {id(row): list(map(stored, row)) for row in {id(row): row for row in pictures}.values()}

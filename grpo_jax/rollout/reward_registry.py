@@ -71,11 +71,6 @@ class RewardProgress:
     def __init__(self, max_steps: int = 0):
         self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
 
-    @property
-    def now(self) -> JudgedBatch:
-        """Return the state of the batch that this thread judges."""
-        return _judged_batch.get() or self._ended
-
     @contextmanager
     def at(self, iteration: int) -> Iterator[JudgedBatch]:
         """Set the iteration (from 0) for rewards inside, in this thread and the pipelines that it runs."""
@@ -88,7 +83,8 @@ class RewardProgress:
 
     def columns(self) -> Columns:
         """Return the arguments `PROGRESS` for rewards; a reward may log from its own threads."""
-        return dict(zip(PROGRESS, (self.now.state, self.now.log_metric), strict=True))
+        batch = _judged_batch.get() or self._ended  # the batch that this thread judges
+        return dict(zip(PROGRESS, (batch.state, batch.log_metric), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import RunContext, load
-from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
+from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures
 from grpo_jax.runs.policy import START, restore_variables, run_config
 from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.tasks.task import Info
@@ -158,7 +158,7 @@ def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]
         env = fns.env._replace(step=step)
         evaluation = evaluate(ctx._replace(fns=fns._replace(env=env)), variables, rows)
         names = fns.reward_names + fns.eval_reward_names
-        measures |= {with_control(name, control): evaluation.measures[name] for name in names}
+        measures |= {f"{name}_{control}": evaluation.measures[name] for name in names}
     return measures
 
 

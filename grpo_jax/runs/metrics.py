@@ -37,11 +37,6 @@ OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
 """Measures of held-out completions beside rewards and eval rewards."""
 
 
-def with_control(name: str, control: str) -> str:
-    """Return a measure's name in a control environment."""
-    return f"{name}_{control}"
-
-
 def present_mean(values: np.ndarray) -> float:
     """Return the mean of the finite values, in float64; NaN without any."""
     present = values[np.isfinite(values)].astype(np.float64)
@@ -99,7 +94,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
     """Refuse rewards and eval rewards with the name of another measure of the run."""
     sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.eval_rewards)]
     names = [section.called for section in sections]
-    taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
+    taken = {SCORE, TOTAL, *OWN_MEASURES, *(f"{name}_{control}" for name in names for control in controls)}
     if config.algorithm.overlong_buffer:
         taken.add(OVERLONG)
     measured_names = {*names, *(f"{name}_turn_1" for name in names)}

@@ -261,16 +261,12 @@ def make_prepare(
     def prepare(pictures: Any) -> Pictures:
         processor = image_processor()
         if not hasattr(pictures, "detach"):
-            return _prepare_on_host(pictures, processor)
+            try:
+                rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
+            except ValueError as error:
+                raise UserError(f"pictures: {error}") from error
+            return pack_rows(prepare_rows(rows, processor), processor.vision)
         patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
         return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
 
     return prepare
-
-
-def _prepare_on_host(pictures: Sequence[object], image_processor: ImageProcessor) -> Pictures:
-    try:
-        rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
-    except ValueError as error:
-        raise UserError(f"pictures: {error}") from error
-    return pack_rows(prepare_rows(rows, image_processor), image_processor.vision)

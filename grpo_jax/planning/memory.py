@@ -104,11 +104,6 @@ class PolicyMemory(NamedTuple):
         """Return the bytes held all the time."""
         return self.weights + self.optimizer + self.reference + self.rollout_weights
 
-    @property
-    def peak(self) -> int:
-        """Return held bytes plus the larger of sampling and update, which alternate; plus both if sampled ahead."""
-        return self.held + (self.sampling + self.update if self.rollout_weights else max(self.sampling, self.update))
-
 
 def plan_policy(
     config: Config, model: ModelConfig, shown: Shown | None = None, target: Target | None = None

@@ -1,8 +1,8 @@
 """Tasks with a renderer: rewards of pictures and texts, judges, prompts, and the report's pictures.
 
-Rewards get the user's ``prompts``, the rendered ``completions``, and their pictures ``images``. ``baseline_images`` are
-those of the unchanged prompts from the same noise. Pictures are f32[P·G, 3, H, W] in [0, 1] on the scorer's device.
-Every picture is scored against the **user's** prompt, so a rewrite cannot make its own task easier.
+Rewards name what they use: the user's ``prompts``, the rendered ``completions``, their pictures ``images``, and
+``baseline_images``, those of the unchanged prompts from the same noise. Pictures are f32[P·G, 3, H, W] in [0, 1] on the
+scorer's device. Every picture is scored against the **user's** prompt, so a rewrite cannot make its own task easier.
 """
 
 from __future__ import annotations
@@ -52,22 +52,12 @@ def _values(array: object) -> np.ndarray:
     return np.ma.filled(np.asanyarray(array, np.float64), np.nan)
 
 
-def alignment(
-    prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
-) -> np.ndarray:
+def alignment(prompts: list[str], *, images: Tensor, scorer: Scorer) -> np.ndarray:
     """Return the similarity of picture and user's prompt, cos(image, prompt), in [-1, 1]."""
     return _values(scorer.image_text(images, prompts))
 
 
-def alignment_gain(
-    prompts: list[str],
-    completions: list[str],
-    *,
-    images: Tensor,
-    baseline_images: Tensor,
-    scorer: Scorer,
-    **columns: object,
-) -> np.ndarray:
+def alignment_gain(prompts: list[str], *, images: Tensor, baseline_images: Tensor, scorer: Scorer) -> np.ndarray:
     """Return the gain over the unchanged prompt's picture from the same noise, in [-2, 2].
 
     It is cos(image, prompt) - cos(baseline image, prompt). Within a group the second term is constant, so as the only
@@ -89,7 +79,7 @@ class Faithfulness:
     def __post_init__(self) -> None:
         require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
 
-    def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: object) -> np.ndarray:
+    def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer) -> np.ndarray:
         """Return 0 for a faithful rewrite, less for one that drifts."""
         return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - self.margin)
 
@@ -106,9 +96,7 @@ class Length:
     def __post_init__(self) -> None:
         require(self.target is None or self.target > 0, "target", "a number > 0", self.target)
 
-    def __call__(
-        self, prompts: list[str], completions: list[str], *, renderer: Renderer, **columns: object
-    ) -> np.ndarray:
+    def __call__(self, completions: list[str], *, renderer: Renderer) -> np.ndarray:
         """Return 0 within the target, then a linear penalty; UserError for a target beyond the window."""
         window = renderer.window
         limit = window if self.target is None else int(self.target)
@@ -118,15 +106,7 @@ class Length:
         return -np.maximum(0.0, tokens - limit) / window
 
 
-def questions(
-    prompts: list[str],
-    completions: list[str],
-    *,
-    images: Tensor,
-    questions: list[list[str] | str | None],
-    scorer: Answerer,
-    **columns: object,
-) -> list[float | None]:
+def questions(*, images: Tensor, questions: list[list[str] | str | None], scorer: Answerer) -> list[float | None]:
     """Return the mean P("Yes") of the row's questions about the picture, in [0, 1]; None if a row has none.
 
     It needs a judge that answers (`questions@vqa`); any other is a UserError.
@@ -142,15 +122,7 @@ def questions(
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def soft_tifa(
-    prompts: list[str],
-    completions: list[str],
-    *,
-    images: Tensor,
-    vqa_list: list[list[tuple[str, str]] | None],
-    scorer: Answerer,
-    **columns: object,
-) -> list[float | None]:
+def soft_tifa(*, images: Tensor, vqa_list: list[list[tuple[str, str]] | None], scorer: Answerer) -> list[float | None]:
     """Compute GenEval 2's Soft-TIFA (arXiv:2512.16853), in [0, 1]; None if a row has no questions.
 
         (Π_q P(answer_q))^(1 / Q),  the geometric mean over the row's questions
@@ -180,8 +152,6 @@ def _spellings(answer: str) -> list[str]:
 
 
 def geneval(
-    prompts: list[str],
-    completions: list[str],
     *,
     images: Tensor,
     include: list[list[dict[str, Any]] | None],
@@ -198,14 +168,7 @@ def geneval(
     return detector.geneval(images, [{"include": a, "exclude": b, "tag": tag} for a, b, tag in rows], scorer)
 
 
-def pixel_accuracy(
-    prompts: list[str],
-    completions: list[str],
-    *,
-    images: Tensor,
-    requested: list[Mapping[str, Any]],
-    **columns: object,
-) -> np.ndarray:
+def pixel_accuracy(*, images: Tensor, requested: list[Mapping[str, Any]]) -> np.ndarray:
     """Return the share of requested attributes that a checker without a network finds in the pixels, in [0, 1].
 
     For several objects, it is 1 if all are as requested, else 0.

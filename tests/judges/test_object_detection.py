@@ -173,7 +173,7 @@ def test_part_of_what_is_asked_can_earn_and_nothing_asked_is_missing(folders):
     include = [[{"class": there, "count": 1}, {"class": there, "count": 9}], None]
     for partial, earned in ((True, 0.5), (False, 0.0)):
         judge = ObjectDetection(path=str(folders[0]), partial=partial).load("cpu")
-        assert geneval([], [], images=images, include=include, detector=judge, scorer=None) == [earned, None]
+        assert geneval(images=images, include=include, detector=judge, scorer=None) == [earned, None]
 
 
 def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):

@@ -38,8 +38,8 @@ PROMPTS, REWRITES = ["rr g", "rr g", "b", "b"], ["rg", "rr g", "r", "bbb"]
 
 def test_alignment_is_against_the_users_prompt(pictures):
     """Scored against the rewrite, writing what the picture shows anyway would pay."""
-    judge, (images, baseline) = Judge(), pictures
-    rewards = image_rewards.alignment(PROMPTS, REWRITES, images=images, baseline_images=baseline, scorer=judge)
+    judge, images = Judge(), pictures[0]
+    rewards = image_rewards.alignment(PROMPTS, images=images, scorer=judge)
     for i, reward in enumerate(rewards):
         a = np.array([images[i, c].mean(dtype=np.float64) for c in range(3)])
         b = np.array([PROMPTS[i].count(letter) + 1e-3 for letter in "rgb"])
@@ -51,9 +51,9 @@ def test_gain_is_over_the_unchanged_prompts_picture(pictures):
     align, gain = (
         functools.partial(reward, scorer=judge) for reward in (image_rewards.alignment, image_rewards.alignment_gain)
     )
-    expected = np.subtract(align(PROMPTS, REWRITES, images=images), align(PROMPTS, REWRITES, images=baseline))
-    np.testing.assert_allclose(gain(PROMPTS, REWRITES, images=images, baseline_images=baseline), expected)
-    assert not gain(PROMPTS, PROMPTS, images=images, baseline_images=images).any()
+    expected = np.subtract(align(PROMPTS, images=images), align(PROMPTS, images=baseline))
+    np.testing.assert_allclose(gain(PROMPTS, images=images, baseline_images=baseline), expected)
+    assert not gain(PROMPTS, images=images, baseline_images=images).any()
 
 
 def test_faithfulness_is_a_hinge():
@@ -77,9 +77,9 @@ class Counter:
 
 def test_length_costs_beyond_the_target():
     texts = ["a " * n for n in (1, 6, 7, 10, 20)]
-    assert image_rewards.Length(target=6)(texts, texts, renderer=Counter()) == pytest.approx([0, 0, -0.1, -0.4, -1.4])
-    assert image_rewards.Length()(texts, texts, renderer=Counter()) == pytest.approx([0, 0, 0, 0, -1.0])
+    assert image_rewards.Length(target=6)(texts, renderer=Counter()) == pytest.approx([0, 0, -0.1, -0.4, -1.4])
+    assert image_rewards.Length()(texts, renderer=Counter()) == pytest.approx([0, 0, 0, 0, -1.0])
     with pytest.raises(UserError, match="target"):
-        image_rewards.Length(target=11)(texts, texts, renderer=Counter())
+        image_rewards.Length(target=11)(texts, renderer=Counter())
     with pytest.raises(UserError, match="target"):
         image_rewards.Length(target=0)

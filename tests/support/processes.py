@@ -13,12 +13,12 @@ from support.text_task import Place, environment, finish, wait_for
 END = 600  # seconds; only a hang takes that long
 
 
-def announcement(count: int) -> tuple[dict[str, str], int]:
-    """What tells `count` processes of each other, and the coordinator's port."""
+def announcement(count: int) -> dict[str, str]:
+    """What tells `count` processes of each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}, port
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
 
 
 def start(
@@ -28,18 +28,12 @@ def start(
     judge: str = "work:0",
     last: tuple[str, ...] = (),
     folders: Sequence[Path] = (),
-    told: dict[str, str] | None = None,
-    numbers: Sequence[int] = (0, 1),
 ) -> list[subprocess.Popen]:
-    """Two processes on a device each; the second perhaps with arguments of its own, both in folders of their own.
-
-    `told`, an announcement, may speak of more; and not both need start.
-    """
-    told = told or announcement(2)[0]
+    """Two processes on a device each; the second perhaps with arguments of its own, both in folders of their own."""
     config = [] if "--resume" in arguments else ["--config", str(place.config)]
-    mesh = f"--policy.mesh.fsdp={told['JAX_NUM_PROCESSES']}"
+    mesh = "--policy.mesh.fsdp=2"
     command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), mesh, *arguments]
-    told = told | {"XLA_FLAGS": xla.devices(1)}
+    told = announcement(2) | {"XLA_FLAGS": xla.devices(1)}
     return [
         subprocess.Popen(
             [*command, *last] if number else command,
@@ -49,7 +43,7 @@ def start(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in numbers
+        for number in (0, 1)
     ]
 
 

@@ -32,7 +32,7 @@ def train(folder, processes, devices, arguments):
     """Train over so many processes of so many devices each; what they computed, and the exit codes."""
     command = [sys.executable, "-m", "grpo_jax.train", "--run_dir", str(folder), *arguments]
     command += ["--policy.mesh.fsdp", str(processes * devices)]
-    several = announcement(processes)[0] if processes > 1 else {}
+    several = announcement(processes) if processes > 1 else {}
     environment = os.environ | several | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla.devices(devices)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     done = ended(

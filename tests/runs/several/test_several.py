@@ -98,7 +98,7 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
     ],
 )
 def test_what_several_processes_refuse(fields, message, monkeypatch):
-    for name, value in announcement(2)[0].items():
+    for name, value in announcement(2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(UserError, match=message):
@@ -156,7 +156,7 @@ time.sleep(4 * process_index())  # the coordinator waits for one that leaves lat
 
 
 def test_no_device_holds_more_than_its_share_and_a_leaf_while_weights_come_to_the_host():
-    environment = os.environ | announcement(2)[0] | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | announcement(2) | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", LEAVES]
     both = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(n)}, **pipes) for n in range(2)]

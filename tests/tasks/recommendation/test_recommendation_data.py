@@ -63,11 +63,6 @@ def test_all_bad_lines_of_a_catalogue_are_said_at_once(tmp_path):
     assert str(error.value).endswith("line 4: item 1 occurs twice (first on line 2); and 1 more")
 
 
-def test_a_blank_title_is_kept(tmp_path):
-    path = write(tmp_path, "i.csv", "id,title\n1,One\n2,  \n3,\n")
-    assert read_catalogue(path).titles == ("One", "", "")
-
-
 def test_what_is_no_file_of_its_kind_is_an_error(tmp_path):
     for name, content, said in (
         ("i.csv", 'id,title\n1,"One\n', "i.csv: line 2: not CSV"),
@@ -273,14 +268,14 @@ def test_a_user_is_not_counted_in_what_they_are_taught():
 
 
 def test_what_a_rule_does_is_said(tmp_path):
-    write(tmp_path, "items.csv", "id,title\na,one\nb,one\nc,\nd,four\n")
+    write(tmp_path, "items.csv", "id,title\na,one\nb,one\nc,  \nd,\n")
     write(
         tmp_path, "r.csv", "userId,movieId,rating,timestamp\n" + "".join(f"1,{c},3,{i}\n" for i, c in enumerate("abcd"))
     )
     fields = {"source": str(tmp_path / "r.csv"), "catalogue": str(tmp_path / "items.csv")}
     notes = load_dataset(Recommendation(**fields)).notes
     assert notes == (
-        "1 items without a title are kept; no query resembles them",
+        "2 items without a title are kept; no query resembles them",
         "1 items share another's title; no query can tell them apart",
     )
 

@@ -139,6 +139,19 @@ def impatient(monkeypatch):
     monkeypatch.setattr(directory, "RETRY_PAUSES", (0.01, 0.04, 0.16))
 
 
+@pytest.fixture
+def rounding():
+    """What of torch may round products to TF32, and now does; as it was afterwards."""
+    torch = pytest.importorskip("torch")
+    parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [part.allow_tf32 for part in parts]
+    for part in parts:
+        part.allow_tf32 = True
+    yield parts
+    for part, allowed in zip(parts, before, strict=True):
+        part.allow_tf32 = allowed
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A task for the commands: policy, prompts, judge and config, one for all test files of a worker."""

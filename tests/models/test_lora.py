@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ import pytest
 import yaml
 from support import tiny_update
 from support.folders import load_folder
-from support.text_task import rows
+from support.text_task import rows, train_here
 
-from grpo_jax import export, train
+from grpo_jax import export
 from grpo_jax.config.sections import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import gpt2, llama, read_model_config
@@ -105,13 +104,8 @@ def test_without_a_choice_every_projection_has_an_adapter(model, projections):
 
 # Where qwix is installed the base is stored in few bits: what is merged and written is then the rounded one.
 KIND = "int8" if importlib.util.find_spec("qwix") else "none"
-
-
-def train_here(place, run, *options):
-    os.environ["JUDGE_RUN"], os.environ["JUDGE"] = str(run), "work:0"
-    steps = ["--training.max_steps", "2", "--training.inner_epochs", "1", "--training.minibatches", "1"]
-    steps += ["--policy.quantised", KIND]
-    return train.main(["--config", str(place.config), *steps, "--run_dir", str(run), *options])
+STEPS = ["--training.max_steps=2", "--training.inner_epochs=1", "--training.minibatches=1"]
+STEPS += ["--policy.quantised", KIND]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +113,7 @@ def run(place, tmp_path_factory):
     """Two iterations with adapters, the reference refreshed after the first, a checkpoint after each."""
     run = tmp_path_factory.mktemp("lora") / "run"
     options = ["--policy.lora.rank", "2", "--algorithm.update_ref_every", "1", "--training.save_every", "1"]
-    assert train_here(place, run, *options) == 0
+    assert train_here(place.config, run, *STEPS, *options) == 0
     return run
 
 
@@ -152,7 +146,7 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
 def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys):
     """What was measured at the end there is measured at the start here, and the reference is that start."""
     options = ["--policy.lora.path", str(run / "adapter"), "--algorithm.update_ref_every", "0"]
-    assert train_here(place, tmp_path / "run", *options) == 0
+    assert train_here(place.config, tmp_path / "run", *STEPS, *options) == 0
     end, start = (json.loads((folder / "summary.json").read_text()) for folder in (run, tmp_path / "run"))
     for name, values in end["evaluation"].items():
         assert start["evaluation"][name]["before"] == pytest.approx(values["after"], abs=1e-6)
@@ -166,7 +160,7 @@ def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys)
         for a, b in zip(*map(jax.tree.leaves, (moved["lora"], restore_params(run, "final")[0]["lora"])), strict=True)
     )
     capsys.readouterr()
-    assert train_here(place, tmp_path / "none", "--policy.lora.path", str(tmp_path)) == 2
+    assert train_here(place.config, tmp_path / "none", *STEPS, "--policy.lora.path", str(tmp_path)) == 2
     assert "has no adapter_config.json" in capsys.readouterr().err
 
 

@@ -59,18 +59,6 @@ def test_the_length_penalty_is_an_objective_of_its_own(rewards):
     np.testing.assert_allclose(apart, gdpo_advantages(found.rewards, weights=(1, 0.5, 1)), atol=1e-6)
 
 
-def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
-    """A reward of weight 0 is watched alone: its value does not make a completion one that was judged."""
-    judged = rewards.at[0, 3, 1].set(jnp.nan)
-    lengths = jnp.full((3, 4), 9)
-    section = AlgorithmSection(overlong_buffer=4, overlong_weight=0.25)
-    options = {"weights": {"watched": 0.0, "b": 0.5}, "max_new_tokens": 10}
-    for valid in (None, np.ones((3, 4), bool)):
-        found = make_objectives(judged, lengths, section, valid=valid, **options)
-        assert found.weights == (0.0, 0.5, 0.25)
-        assert np.isnan(found.rewards[0, 3, 2]) and np.isfinite(found.rewards[..., 2]).sum() == 11
-
-
 def advantages_of(found: Objectives, **choices):
     return np.asarray(estimate_advantages(found.rewards, MASK, AlgorithmSection(**choices), found.weights))
 

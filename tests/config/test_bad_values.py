@@ -20,7 +20,6 @@ TABLE = f"""
 # every kind of bound, and types
 --seed=-1 | seed: expected a number in [0, 2^63), got -1
 --data.held_out=0.7 | data.held_out: expected a number < 0.5, got '0.7'
---policy.lora.rank=-1 | policy.lora.rank: expected a number >= 0, got '-1'
 --sampling.top_p=0 | sampling.top_p: expected a number > 0, got '0'
 --algorithm.clip_low=2 | algorithm.clip_low: expected a number <= 1, got '2'
 --ppo.gae_lambda=nan | ppo.gae_lambda: expected a finite number
@@ -34,14 +33,12 @@ TABLE = f"""
 --task={COUNTDOWN}:Countdown --task.largest=2 | task.largest: expected a number >= 3, got 2
 --task=prompt_enhancement --task.invalid=free | task.invalid: expected
 # fields that are not there: the nearest, another library's, one that left
---training.max_step=3 | training.max_step: no such field; did you mean training.max_steps?
 --optimiser.beta2=.5 | optimiser: no such field; did you mean optimizer?
 --lora.rank=8 | lora: no such field; did you mean policy.lora?
 --rewards='[{{name: m:f, wieght: 1}}]' | rewards[0].wieght: no such field; did you mean rewards[0].weight?
 --devices.polcy=cpu | devices: expected names of policy, got ['polcy']
 --task=recommendation --task.retrieval.bakend=a | task.retrieval.bakend: no such field; did you mean task.retrieval.back
 --task=prompt_enhancement --judges.scorer.modl=x | judges.scorer.modl: no such field; did you mean judges.scorer.model
---num_generations=4 | num_generations: no such field; here it is sampling.group_size
 --task=cartpole --num_generations=4 | num_generations: no such field; did you mean
 --training.beta=.1 | training.beta: no such field; here it is algorithm.kl_coef; 0 too
 --sampling.learning_rate=1 | sampling.learning_rate: no such field; here it is optimizer.learning_rate
@@ -79,7 +76,6 @@ train | train: expected an option, such as --config FILE
 --judges.a=open_clip --judges.a.pool.address=auto | judges.a.pool.address: expected HOST:PORT of a Ray cluster, or null
 --judges.a=http --judges.a.url=file:///etc/passwd | judges.a.url: expected http://HOST/… or https://HOST/…, got 'file
 --judges.a=http --judges.a.url=https://me:word@host/ | url: expected no password in it, but headers_from, got 'https://…'
---judges.a=http | judges.a.url: expected http://HOST/… or https://HOST/…, got ''
 --judges.a=vqa --judges.a.path=x '--judges.a.question=Is it?' | judges.a.question: expected a text with {{prompt}} in it
 # fields that do not go together
 --policy.lora.path=a --policy.lora.rank=2 | policy.lora.path: expected no rank, alpha or targets beside
@@ -99,7 +95,6 @@ train | train: expected an option, such as --config FILE
 --data.chat_template_options.today=soon | chat_template_options.today: expected "YYYY-MM-DD", got 'soon'
 --task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to see its picture, got 1
 --task=environment --task.environment=[a.py:A] --data.prompts=a.jsonl | data.prompts: expected nothing
---task=environment --task.environment=[a.py:A] --data.validation=a.jsonl | data.validation: expected nothing
 --task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
 --task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
 --task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 numbers
@@ -120,7 +115,6 @@ train | train: expected an option, such as --config FILE
 --training.grad_dtype=bfloat16 --policy.lora.rank=2 | training.grad_dtype: expected float32 with policy.lora, whose ad
 --training.chunk_prompts=5 | training.chunk_prompts: expected a divisor of prompts_per_batch = 12
 --rewards='[{{name: ""}}]' | rewards[0].name: expected a name, got ''
---rewards='m:a,n:a' | under another name (two of one function: give one a label beside its name)
 --rewards='[{{name: m:a, condition_on: b}}, {{name: m:b, condition_on: a}}]' | a chain that ends, got 'a → b → a'
 """
 ROWS = [line.split(" | ") for line in TABLE.splitlines() if line and line[0] != "#"]

@@ -190,7 +190,6 @@ def test_every_command_says_its_version(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["export", "--rum", "x", "--out", "y"], "error: --rum: no such option; did you mean --run?"),
         (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
         (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, "),
     ],

@@ -138,10 +138,6 @@ def test_rewards_are_named_by_plain_texts():
             "rewards: {folder} is a folder: a reward model is a judge, --judges.NAME sequence_classification",
         ),
         (["{own}:seen", "{own}:seen"], "rewards: expected each reward under another name .*give one a label"),
-        (
-            [{"name": "{own}:seen", "label": "total"}],
-            "rewards.total: expected a name that no other measure of the run has",
-        ),
         ([{"name": "{own}:seen", "options": {"trainer_state": 1}}], "expected arguments of the reward .it has none."),
     ],
 )

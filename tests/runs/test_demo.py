@@ -45,27 +45,23 @@ def free():
         return one.getsockname()[1]
 
 
-def measured(capsys, folder, *arguments):
-    assert evaluate.main(["--run", str(folder), "--json", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)["greedy"]
-
-
 def test_the_start_is_measured_as_the_run_measured_it(finished, capsys):
     summary = json.loads((finished / "summary.json").read_text())["evaluation"]
-    assert measured(capsys, finished, "--checkpoint", "start") == {
-        name: each["before"] for name, each in summary.items()
-    }
+    assert evaluate.main(["--run", str(finished), "--json", "--checkpoint=start"]) == 0
+    measured = json.loads(capsys.readouterr().out)["greedy"]
+    assert measured == {name: each["before"] for name, each in summary.items()}
     steps = sorted({6, 3, int(os.readlink(finished / "checkpoints" / "best").removeprefix("step_"))}, reverse=True)
     assert checkpoint_names(finished, "best") == ["best", "final", *map(str, steps), "start"]
 
 
-@pytest.mark.parametrize("checkpoint", ["start", "final"])
-def test_held_out_prompts_get_the_scores_of_evaluate(finished, asker, capsys, checkpoint):
+@pytest.mark.parametrize(("checkpoint", "when"), [("start", "before"), ("final", "after")])
+def test_held_out_prompts_get_the_scores_of_the_run(finished, asker, checkpoint, when):
+    """Which `evaluate` repeats."""
+    summary = json.loads((finished / "summary.json").read_text())["evaluation"]
     rows = asker.ctx.test_rows
     each = [asker.write(asker.row(row.prompt, row.id), checkpoint)[0].last.rewards for row in rows]
-    expected = measured(capsys, finished, "--checkpoint", checkpoint)
     for name in ("letters", "brief"):
-        assert np.mean([rewards[name] for rewards in each]) == pytest.approx(expected[name], rel=1e-6)
+        assert np.mean([rewards[name] for rewards in each]) == pytest.approx(summary[name][when], rel=1e-6)
 
 
 def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):

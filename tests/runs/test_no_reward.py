@@ -4,19 +4,18 @@ import shutil
 
 import pytest
 import yaml
-from support.text_task import rows
+from support.text_task import rows, train_values
 
 from grpo_jax.config.run import make_config
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.session import Progress, nothing_judged
-from grpo_jax.train import main
 
 JUDGE = """
 import os
 
 def rare(completions, **columns):
-    return [{"on": 1.0, "half": 0.5}.get(os.environ["RARE"])] * len(completions)
+    return [{"on": 1.0, "half": 0.5}.get(os.environ["JUDGE"])] * len(completions)
 
 def never(completions, **columns):
     return [None] * len(completions)
@@ -24,23 +23,13 @@ def never(completions, **columns):
 
 
 @pytest.fixture
-def train(place, tmp_path, monkeypatch, capsys):
-    """Runs the command on the tiny text task with a reward that may come and one that never does."""
+def values(place, tmp_path):
+    """The tiny text task with a reward that may come and one that never does."""
     (tmp_path / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:{name}"} for name in ("rare", "never")]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "max_steps": 4}
-    values |= {"algorithm": {}, "evaluation": {"every": 0, "prompts": 2, "samples": 0}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    run = tmp_path / "run"
-
-    def call(*arguments, rare="off"):
-        monkeypatch.setenv("RARE", rare)
-        named = [] if "--resume" in arguments else ["--config", str(tmp_path / "config.yaml")]
-        code = main([*named, "--run_dir", str(run), *arguments])
-        return code, *capsys.readouterr()
-
-    return run, call
+    return values | {"algorithm": {}, "evaluation": {"every": 0, "prompts": 2, "samples": 0}}
 
 
 def streaks(run):
@@ -49,22 +38,23 @@ def streaks(run):
         return checkpoints.read_meta("latest")["progress"]["notes"]["streaks"]
 
 
-def test_it_stops_and_goes_on(train):
-    run, call = train
-    code, out, error = call()
-    assert code == 2 and "warning: no held-out completion got the reward rare, never" in out
+def test_it_stops_and_goes_on(values, tmp_path, capsys):
+    run = tmp_path / "run"
+    train_values(values, run, judge="off", expected=2)
+    out, error = capsys.readouterr()
+    assert "warning: no held-out completion got the reward rare, never" in out
     assert error.startswith("error: no completion got a reward in 3 iterations in a row (rare, never). Saved after")
     assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
     assert len(rows(run)) == 3 and streaks(run) == {"rare": 3, "never": 3}
-    code, out, error = call("--resume", rare="on")
-    assert code == 0 and [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]
+    train_values(values, run, "--resume", judge="on")
+    assert [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]
     assert streaks(run) == {"rare": 0, "never": 4}
 
 
-def test_maxrl_refuses_rewards_other_than_0_and_1(train):
-    _, call = train
-    code, _, error = call("--algorithm.advantage=maxrl", rare="half")
-    assert code == 2 and error.count("\n") == 1
+def test_maxrl_refuses_rewards_other_than_0_and_1(values, tmp_path, capsys):
+    train_values(values, tmp_path / "run", "--algorithm.advantage=maxrl", judge="half", expected=2)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
     assert "algorithm.advantage 'maxrl' needs a sum of rewards of 0 or 1, got 0.5: return 0 or 1, or take" in error
 
 

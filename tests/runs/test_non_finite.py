@@ -7,49 +7,33 @@ import optax
 import pytest
 import yaml
 from support import tiny_update
-from support.text_task import assert_same_bits, final_state, rows
+from support.text_task import DONE, assert_same_bits, final_state, rows, train_values
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
 from grpo_jax.runs.session import Progress, nothing_learned
-from grpo_jax.train import main
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 
-# A finite reward whose loss overflows, in the iterations that WILD names.
-JUDGE = """
-import os, pathlib
-
+# A finite reward whose loss overflows, in the iterations that JUDGE names.
+JUDGE = f"""{DONE}
 def letters(completions):
     values = [sum(c.isalpha() for c in text) / 8 for text in completions]
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
-    done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
-    wild = str(done) in os.environ["WILD"].split()
-    return [3e38, *values[1:]] if wild else values
+    return [3e38, *values[1:]] if str(done()) in os.environ["JUDGE"].split() else values
 """
 
 
 @pytest.fixture
-def train(place, tmp_path, monkeypatch):
-    """Runs the command on the tiny text task, one update per iteration, every state saved."""
+def values(place, tmp_path):
+    """The tiny text task, one update per iteration, every state saved."""
     (tmp_path / "judge.py").write_text(JUDGE)
-    run = tmp_path / "run"
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:letters"}]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "keep_checkpoints": 9}
     values["evaluation"] = {"every": 0, "samples": 0}
     values["data"]["held_out"] = 0
     values["algorithm"] = {"preset": "dr_grpo", "advantage": "grpo"}
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(values))
-
-    def call(*arguments, wild=""):
-        monkeypatch.setenv("JUDGE_RUN", str(run))
-        monkeypatch.setenv("WILD", wild)
-        named = [] if "--resume" in arguments else ["--config", str(config)]
-        return main([*named, "--run_dir", str(run), *arguments])
-
-    return run, call
+    return values
 
 
 def learned(run, step):
@@ -58,15 +42,15 @@ def learned(run, step):
     return {name: state[name] for name in ("step", "variables", "opt_state")}
 
 
-def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_from_it(train, capsys):
+def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_from_it(values, tmp_path, capsys):
     """A bad batch leaves weights, moments and count as they were, and the schedule where it was."""
-    run, call = train
-    assert call(wild="1 2 3 4") == 2
+    run = tmp_path / "run"
+    train_values(values, run, judge="1 2 3 4", expected=2)
     error = capsys.readouterr().err
     assert error.startswith("error: the loss or its gradient was not finite in 3 updates in a row")
     assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
     assert_same_bits(learned(run, "latest"), learned(run, 1))
-    assert call("--resume") == 0
+    train_values(values, run, "--resume")
     table = rows(run)
     assert [row["skipped_updates"] for row in table] == [0, 1, 1, 1, 0, 0]
     assert table[1]["grad_norm"] is None or table[1]["loss"] is None

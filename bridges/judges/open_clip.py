@@ -58,8 +58,7 @@ class OpenClip(Judge):
             tokenizer = open_clip.get_tokenizer(name)
         model.eval().requires_grad_(False)
         preprocess = self._preprocess(model.visual.preprocess_cfg)
-        scorer = Scorer(model, tokenizer, preprocess, name=self.model, device=target, dtype=dtype, batch_size=32)
-        return scorer
+        return Scorer(model, tokenizer, preprocess, name=self.model, device=target, dtype=dtype, batch_size=32)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights; activations are a few tens of megabytes."""

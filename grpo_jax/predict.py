@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.encoding import Encoded
-    from grpo_jax.sampling.sampler import Samples
+    from grpo_jax.sampling.decoding import Samples
 
 
 @extras_named()

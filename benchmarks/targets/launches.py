@@ -17,7 +17,8 @@ from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import unstack_and_fuse
 from grpo_jax.planning.programs import state_shapes, tree_bytes
-from grpo_jax.sampling.sampler import bucket_size, cache_sizes
+from grpo_jax.sampling.decoding import cache_sizes
+from grpo_jax.sampling.sampler import bucket_size
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"opt-barrier", "add-dependency", "async-update"}

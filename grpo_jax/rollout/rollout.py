@@ -24,8 +24,8 @@ from grpo_jax.rollout.encoding import Encoded, ParsedCompletion, PictureInput
 from grpo_jax.rollout.env import EnvError, EnvSettings, Episode, Observation, ObservationTokens, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
+from grpo_jax.sampling.decoding import Samples
 from grpo_jax.sampling.episodes import EpisodeSampler
-from grpo_jax.sampling.sampler import Samples
 
 EVALUATION_STREAM = 2**31 - 1
 """Replaces the iteration in the keys of evaluation, so that no training iteration shares them."""

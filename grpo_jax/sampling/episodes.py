@@ -15,24 +15,21 @@ from jax.typing import ArrayLike
 from grpo_jax.models.attention import Cache, Prefix, RowState
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import PyTree, Variables, numbered
-from grpo_jax.sampling.sampler import (
+from grpo_jax.sampling.decoding import (
     Loop,
     PromptBatch,
     Samples,
     begin,
-    bucket_size,
-    checked_prompts,
+    decoding_weights,
     group_keys,
-    halves,
+    half_of,
     make_ends,
     make_writer,
     move,
-    pad_rows,
-    pad_to_bucket,
     run,
-    shares_of,
     write_completions,
 )
+from grpo_jax.sampling.sampler import bucket_size, checked_prompts, pad_rows, pad_to_bucket, shares_of
 from grpo_jax.sampling.token_choice import SamplingParams
 
 
@@ -90,17 +87,18 @@ def make_episode_sampler(
         length = params.max_new_tokens
         prefix = carried.prefix
         active = active & carried.spoke
-        writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
+        weights = decoding_weights(policy, variables, prefix.hidden.dtype)
+        writer = make_writer(policy, params, ends, weights)
         tokens = jnp.concatenate([carried.last[..., None], tokens], axis=-1)
         mask = jnp.concatenate([active[..., None], mask & active[..., None]], axis=-1)
         size = carried.cache.keys[0].shape[-1] + tokens.shape[-1] + length
         cache = _grown(carried.cache, policy.init_cache(count, group, size))
-        hidden, cache = policy.extend(writer.unstacked, prefix, tokens, mask, cache, pictures)
+        hidden, cache = policy.extend(weights.unstacked, prefix, tokens, mask, cache, pictures)
         assert cache.rows is not None
         rows = cache.rows
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache)
         loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
-        loop = run(writer.step, loop, length, halves(count, length, ends))
+        loop = run(writer.step, loop, length, half_of(count, length, ends))
         return loop.samples, _carried(loop, RowState(rows.mask[..., : size - length], rows.advance))
 
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:

@@ -20,7 +20,8 @@ from jax import lax
 from grpo_jax.core.trie import Trie, depth_of, text_count
 from grpo_jax.models.attention import Cache, of_paths
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
+from grpo_jax.sampling.decoding import Array, move
+from grpo_jax.sampling.sampler import checked_prompts, over_buckets
 
 # Limits of the numbers, and of the prompts, that a ranking holds at once.
 _MOST_NUMBERS = 2**25

@@ -18,9 +18,10 @@ from grpo_jax.models.hf.chat import Tokenizer, plain_tokens, special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
+from grpo_jax.sampling.decoding import START, Samples
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
 from grpo_jax.sampling.ranking import Ranking, make_ranker
-from grpo_jax.sampling.sampler import START, Samples, make_sampler
+from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
 Sampler = Callable[..., Samples] | EpisodeSampler

@@ -20,7 +20,7 @@ from grpo_jax.core.selection import without_truncated
 from grpo_jax.models.jitted import placed
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
-from grpo_jax.sampling.sampler import Samples
+from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages, make_turn_objectives
 
 SMALLEST = 16

@@ -13,7 +13,7 @@ from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import RewardProgress
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.batches import batch_of, draw, weigh
-from grpo_jax.sampling.sampler import Samples
+from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.estimators import informative_groups
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpo_jax.sampling.sampler import Samples, make_sampler
+from grpo_jax.sampling.decoding import Samples
+from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one

@@ -16,7 +16,8 @@ from support.tiny_decoders import LLAMA, drawn
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import numbered, unstack
-from grpo_jax.sampling.sampler import PromptBatch, cache_sizes, make_ends, make_sampler, write_completions
+from grpo_jax.sampling.decoding import PromptBatch, cache_sizes, make_ends, write_completions
+from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "targets"))

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.sampler import Samples
+from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives
 from grpo_jax.training.objectives import make_forward

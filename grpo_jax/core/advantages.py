@@ -391,6 +391,8 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
         ValueError: another rank, an index out of range, conditions that form a cycle.
     """
     rewards = as_float("rewards", rewards, ndim=3)
+    if not conditions:
+        return rewards
     columns = [rewards[..., n] for n in range(rewards.shape[-1])]
     lowest = jnp.min(rewards, axis=1, keepdims=True, where=~jnp.isnan(rewards), initial=0)
     for easy, waits in _chains(conditions, rewards.shape[-1]).items():

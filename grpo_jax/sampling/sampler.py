@@ -80,10 +80,6 @@ def make_sampler(
     def ends(limits: tuple[jax.Array | None, Trie | None]) -> Ends:
         return alike._replace(stops=limits[0], trie=limits[1])
 
-    @Jitted
-    def write_all(limits, variables: Variables, *prompts: PyTree) -> Samples:
-        return write_completions(policy, params, ends(limits), variables, PromptBatch(*prompts)).samples
-
     def advance(limits, weights: Weights, loop: Loop, until: int, above: int) -> State:
         loop = run_until(make_writer(policy, params, ends(limits), weights).step, loop, until, above)
         return State(loop.samples, loop, unfinished(loop))
@@ -97,17 +93,21 @@ def make_sampler(
 
     go_on = jax.jit(advance, static_argnames=("until", "above"), donate_argnames="loop")
 
-    def write(variables: Variables, *prompts: PyTree) -> Samples:
+    @Jitted
+    def write(limits, variables: Variables, *prompts: PyTree) -> Samples:
+        return write_completions(policy, params, ends(limits), variables, PromptBatch(*prompts)).samples
+
+    def sample(variables: Variables, *prompts: PyTree) -> Samples:
         half = half_of(len(prompts[0]), params.max_new_tokens, ends(limits))
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
         if traced or getattr(policy, "mesh", None) is not None or (len(sizes) == 1 and not half):
-            return write_all(limits, variables, *prompts)
+            return write(limits, variables, *prompts)
         state, weights = start(limits, variables, *prompts)
         if isinstance(state.left, jax.ShapeDtypeStruct):
             return state.samples
         return decode_on(policy, state, sizes, half, functools.partial(go_on, limits, weights))
 
-    return over_buckets(write, policy, alike.pad_id, params.max_new_tokens)
+    return over_buckets(sample, policy, alike.pad_id, params.max_new_tokens)
 
 
 class State(NamedTuple):

@@ -6,6 +6,7 @@ log-probabilities and gradients are those of separate rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -242,7 +243,7 @@ def make_batch(
     # Completions with pictures or kept tokens are not packed: both are indexed by the completion's own positions.
     if "observations" not in shown and batch.kept is None and not full:
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
-    read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
+    read = math.prod((batch.tokens if batch.packing is None else batch.packing.source).shape[1:])
     worth = np.inf if full else read * _WORTH
     cut = (trimmed(array, prompts[1], left=True, worth=worth) for array in prompts)
     prompt_tokens, prompt_mask = jax.device_put(tuple(cut), device)

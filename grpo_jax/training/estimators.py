@@ -67,13 +67,14 @@ def make_objectives(
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())
+    if valid is not None:
+        rewards = without_invalid(rewards, jnp.asarray(valid), fill=fill)
+    if section.overlong_buffer == 0:
+        return Objectives(rewards, names, factors)
     counted = np.array(factors) != 0
     missing = jnp.isnan(judged).all(axis=-1, where=counted)
     if valid is not None:
-        rewards = without_invalid(rewards, jnp.asarray(valid), fill=fill)
         missing = jnp.where(valid, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
-    if section.overlong_buffer == 0:
-        return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=section.overlong_buffer)
     rewards = jnp.concatenate([rewards, jnp.where(missing, jnp.nan, penalty)[..., None]], -1)
     return Objectives(rewards, (*names, OVERLONG), (*factors, section.overlong_weight))
@@ -123,7 +124,9 @@ def make_turn_objectives(
 def total_rewards(objectives: Objectives) -> np.ndarray:
     """Return weighted sums f32 [P, G]; `sum_rewards` fills in missing objectives, NaN if all are missing."""
     total = np.asarray(objectives.rewards) @ np.array(objectives.weights, np.float32)
-    return np.where(np.isnan(total), sum_rewards(objectives.rewards, weights=objectives.weights), total)
+    if not (missing := np.isnan(total)).any():
+        return total
+    return np.where(missing, sum_rewards(objectives.rewards, weights=objectives.weights), total)
 
 
 def require_binary(objectives: Objectives) -> None:

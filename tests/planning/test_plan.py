@@ -145,7 +145,7 @@ def test_sampling_takes_what_the_program_of_a_run_takes(programs, monkeypatch):
     variables = init_variables(model, jax.random.key(0))
     tokens, keys = np.zeros((4, 16), np.int32), jax.random.split(jax.random.key(0), 4)
     compiled = program.lower(
-        None, None, variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool), None
+        (None, None), variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool), None
     ).compile()
     taken = compiled.memory_analysis().temp_size_in_bytes
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.05)

@@ -58,9 +58,10 @@ class Counted(Bigram):
 
     def __init__(self):
         super().__init__()
-        self.decoded = []
+        self.decoded, self.compiled = [], 0
 
     def decode_step(self, variables, prefix, tokens, cache):
+        self.compiled += 1
         jax.debug.callback(lambda count=len(tokens): self.decoded.append(count))
         return super().decode_step(variables, prefix, tokens, cache)
 
@@ -193,6 +194,7 @@ def test_decoding_stops_when_every_completion_has_ended():
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
     assert policy.decoded == []
+    assert policy.compiled == 1  # neither for a larger cache nor for half of the prompts
 
 
 def test_a_batch_is_halved_once_few_enough_go_on():

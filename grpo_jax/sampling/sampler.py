@@ -99,11 +99,12 @@ def make_sampler(
 
     def sample(variables: Variables, *prompts: PyTree) -> Samples:
         half = half_of(len(prompts[0]), params.max_new_tokens, ends(limits))
+        # Tracing cannot tell how many prompts continue.
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
         if traced or getattr(policy, "mesh", None) is not None or (len(sizes) == 1 and not half):
             return write(limits, variables, *prompts)
         state, weights = start(limits, variables, *prompts)
-        if isinstance(state.left, jax.ShapeDtypeStruct):
+        if isinstance(state.left, jax.ShapeDtypeStruct):  # compiled ahead
             return state.samples
         return decode_on(policy, state, sizes, half, functools.partial(go_on, limits, weights))
 
@@ -172,7 +173,7 @@ def generate(
 ) -> list[list[str]]:
     """Generate completions of prompts as strings, with the policy's chat template if there is one.
 
-    A second call with the same settings and numbers of prompts and tokens compiles nothing.
+    A second call with the same settings and numbers of prompts and tokens compiles only what longer completions need.
 
     Args:
         prompts: P strings.

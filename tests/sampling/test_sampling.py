@@ -204,11 +204,13 @@ def test_a_batch_is_halved_once_few_enough_go_on():
     policy = Counted()
     sample = make_sampler(policy, SamplingParams(2, 70), eos_ids=(EOS,), pad_id=PAD)
     lengths = [20, 60, 5, 90]
-    samples = sample({"table": jnp.asarray(logits)}, *prompts(np.array(lengths) + 1), keys_for(range(4)))
+    given, variables = (*prompts(np.array(lengths) + 1), keys_for(range(4))), {"table": jnp.asarray(logits)}
+    samples = sample(variables, *given)
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), [[n, n] for n in (20, 60, 5, 70)])
     np.testing.assert_array_equal(samples.truncated, [[False] * 2] * 3 + [[True] * 2])
     assert policy.decoded == [4] * 19 + [2] * 50  # the first token of each comes from the prompt
+    jax.tree.map(np.testing.assert_array_equal, samples, jax.jit(lambda tree: sample(tree, *given))(variables))
 
 
 def test_random_numbers_do_not_depend_on_the_other_prompts():

@@ -86,8 +86,6 @@ def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, vari
     np.testing.assert_allclose(samples.logprobs[drawn], logprobs[drawn], atol=1e-4, rtol=0)
     ended = ~np.asarray(samples.truncated).any(1)
     assert ended.sum() >= 2 and not ended.all()
-    in_one_program = jax.jit(lambda variables: sample(variables, tokens, mask, keys_for(range(4))))(variables)
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, atol=1e-5), samples, in_one_program)
 
 
 @pytest.mark.parametrize(("prompts", "group", "heads"), [(1, 1, 1), (2, 8, 2)])

@@ -137,7 +137,7 @@ def loss(params, steps, advantages, targets):
 def iterate(state, key):
     params, opt_state, carts = state
     act, test = jax.random.split(key)
-    greedy = play_greedily(lambda x: policy.apply(params["policy"], x), reset(test, 32), width=1.0)
+    greedy = play_greedily(lambda x: policy.apply(params["policy"], x), reset(test, 32))
     carts, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, act, steps=128)
     advantages, targets = judge(params, steps)
 
@@ -148,7 +148,7 @@ def iterate(state, key):
         return (optax.apply_updates(params, updates), opt_state), seen
 
     (params, opt_state), (clipped, explained) = jax.lax.scan(update, (params, opt_state), length=10)
-    return (params, opt_state, carts), (greedy.length.mean(), clipped[-1], explained[0])
+    return (params, opt_state, carts), (greedy["episode_return"].mean(), clipped[-1], explained[0])
 
 
 keys = jax.random.split(jax.random.key(0), 33)

@@ -113,7 +113,7 @@ def loss(params, episodes, advantages):
 def iterate(state, key):
     params, _ = state
     start, act, test = jax.random.split(key, 3)
-    greedy = play_greedily(lambda x: policy.apply(params, x), reset(test, 32), width=1.0)
+    greedy = play_greedily(lambda x: policy.apply(params, x), reset(test, 32))
     same = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), reset(start, 1))
     episodes = play_episodes(lambda x: policy.apply(params, x), same, act)  # [T, G], time first
     alive = episodes.mask.T[None]  # [P, G, T]
@@ -131,7 +131,7 @@ def iterate(state, key):
         return (optax.apply_updates(params, updates), opt_state), clipped
 
     state, clipped = jax.lax.scan(update, state, length=10)
-    return state, (greedy.length.mean(), clipped[-1], episodes.mask.sum())
+    return state, (greedy["episode_return"].mean(), clipped[-1], episodes.mask.sum())
 
 
 keys = jax.random.split(jax.random.key(0), 41)

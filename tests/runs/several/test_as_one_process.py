@@ -32,15 +32,11 @@ def train(folder, processes, devices, arguments):
     """Train over so many processes of so many devices each; what they computed, and the exit codes."""
     command = [sys.executable, "-m", "grpo_jax.train", "--run_dir", str(folder), *arguments]
     command += ["--policy.mesh.fsdp", str(processes * devices)]
-    several = announcement(processes) if processes > 1 else {}
-    environment = os.environ | several | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla.devices(devices)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla.devices(devices)}
+    told = announcement(processes)
+    several = [told | {"JAX_PROCESS_ID": str(number)} for number in range(processes)] if processes > 1 else [{}]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = ended(
-        [
-            subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(number)}, cwd=ROOT, **pipes)
-            for number in range(processes)
-        ]
-    )
+    done = ended([subprocess.Popen(command, env=environment | one, cwd=ROOT, **pipes) for one in several])
     assert [process.returncode for process in done] == [0] * processes, done[0].stderr
     norms = {name: array["norm"] for name, array in weights_of(folder).items()}
     summary = json.loads((folder / "summary.json").read_text())

@@ -37,7 +37,8 @@ _PUBLIC = {
     "rollout.reward_registry": ("TaskRewards",),
     "rollout.env": ("Episode", "Observation", "Turn"),
     "rollout.prompts": ("make_prompt_set",),
-    "sampling.sampler": ("Samples", "generate", "make_sampler"),
+    "sampling.decoding": ("Samples",),
+    "sampling.sampler": ("generate", "make_sampler"),
     "sampling.token_choice": ("SamplingParams",),
     "tasks.task": (
         *("Chart", "Curve", "Display", "Findings", "Table", "Task", "TaskData", "TaskReport", "TaskSetup"),

@@ -151,7 +151,8 @@ def test_the_window_is_where_words_stop_to_reach_the_picture(kind, load):
     words = "xx " + "a b c d e f g h " * 20
     texts = [words[:end] for end in range(1, len(words)) if words[end - 1] != " "]
     (inside,) = [t for t, count in zip(texts, renderer.count_tokens(texts), strict=True) if count == renderer.window]
-    prompts = [inside, inside + " red dog", inside[:-1] + "x"]
+    last = -3 if kind == "SanaPipeline" else -1  # it leaves room for a piece that a tokenizer of words lacks
+    prompts = [inside, inside + " red dog", inside[:last] + "x" + inside[len(inside) + last + 1 :]]
     assert [count > renderer.window for count in renderer.count_tokens(prompts)] == [False, True, False]
     images = renderer.draw(prompts, [1, 1, 1], evaluation=False)
     torch.testing.assert_close(images[0], images[1], atol=1e-5, rtol=0)

@@ -50,7 +50,7 @@ def _print(options: argparse.Namespace) -> None:
     values: dict[str, Sequence[str]] = {}
     sections = {"all": None}
     for name in TASKS.kinds:
-        task = TASKS.class_of(name)
+        task: Any = TASKS.class_of(name)
         default = read_config(find_config(task.default_config)) if task.default_config else {}
         fields = walk(task.config, merged(merged(task.defaults, default), {"task": name}))
         for field in (field for field in fields if not field.inner and "[]" not in field.path):

@@ -178,7 +178,7 @@ def read_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpa
 
 def command(
     make_parser: Callable[[], argparse.ArgumentParser], act: Callable[[argparse.Namespace], None]
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """Return the `main` of a command that reads a run: arguments (None: the process's own) → exit code."""
 
     def main(arguments: Sequence[str] | None = None) -> int:

@@ -71,13 +71,11 @@ def _find(address: str | None) -> RayPool:
         if not actors:
             raise UserError("the cluster has no such actor")
         return RayPool(SERVICE, actors, described(actors))
-    except (UserError, ray_cluster.ActorLost) as error:  # a dead actor keeps its name until its `serve` ends
+    except UserError as error:  # a dead actor keeps its name until its `serve` ends
         raise encoders.ServiceNotFound(
             f"no retrieval service was found ({error}); start it with: python -m bridges.retrieval serve "
             "--catalogue FILE, and give the address that it prints"
         ) from error
-    except ray_cluster.PoolLost as error:
-        raise encoders.RetrievalError(str(error)) from error
 
 
 def find_actor(number: int) -> Any | None:

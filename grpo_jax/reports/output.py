@@ -262,7 +262,7 @@ class WeightsAndBiases:
         id_file = run.path / "wandb_id"
         identity = read_text(id_file).strip() if id_file.exists() else f"{time.time_ns():x}"
         project = os.environ.get("WANDB_PROJECT", "grpo_jax")
-        named = {"project": project, "name": run.path.name, "dir": str(run.path), "id": identity}
+        named: dict[str, Any] = {"project": project, "name": run.path.name, "dir": str(run.path), "id": identity}
         try:
             self._run = wandb.init(**named, resume="allow", config=dict(config))
         except Exception as error:

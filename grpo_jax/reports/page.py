@@ -53,11 +53,11 @@ def write_report(
 ) -> None:
     """Write the page of a run with metrics from its directory; `summary` replaces one not yet written."""
     rows, end = read_metrics(run.metrics), read_end(run)
-    summary = _read_summary(run, rows) if summary is None else finite(summary)
-    if not summary:
+    values = _read_summary(run, rows) if summary is None else finite(summary)
+    if not values:
         end = RunEnd(config=end.config)
     completions = completions_table(run.completions)
-    write_atomically(path or run.report, render_report(run.path.name, summary, display, rows, end, completions))
+    write_atomically(path or run.report, render_report(run.path.name, values, display, rows, end, completions))
 
 
 def render_report(
@@ -226,8 +226,8 @@ def _plain(value: object) -> Any:
     """Convert named tuples to mappings and pictures to base64 PNG."""
     if isinstance(value, np.ndarray):
         return base64.b64encode(png(value)).decode()
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
+    if isinstance(value, tuple):
+        value = getattr(value, "_asdict", lambda: value)()
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -131,7 +131,7 @@ class Work:
             message: Any = broadcast(tree)
         if isinstance(message, dict) and "error" in message:
             raise Stopped if message["stopped"] else StageError("score", 0, message["error"])
-        return message
+        return message  # pyright: ignore[reportReturnType] a tree, not an error's message
 
     def run(self, count: int, chunk: Callable[[int], Result]) -> list[Result]:
         """Return chunk(0), …, chunk(count - 1), running two at a time.
@@ -205,8 +205,8 @@ class Work:
                 self._changed.wait(_POLL_SECONDS if limit is None else min(_POLL_SECONDS, limit / 4))
             if self.stopping():
                 raise Stopped
-            for call in list(self._calls) if limit is not None and left else ():
-                if call.stage != "sample" and time.perf_counter() - call.start > limit:
+            for call in list(self._calls) if left else ():
+                if limit is not None and call.stage != "sample" and time.perf_counter() - call.start > limit:
                     self._failure = StageTimeout(call.stage, call.chunk, call.named(f"no result after {limit:g} s"))
                     self._tell(self._failure, left)
                     return call

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -208,7 +208,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     return Row(0, next(filter(None, texts), "(a picture)"), {}, tuple(sources), tuple(messages))
 
 
-def _read_message(message: object, sources: list[Source | None], base: Path | None) -> Message:
+def _read_message(message: Any, sources: list[Source | None], base: Path | None) -> Message:
     """Read a message, and append the sources of its pictures to `sources`."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str | list | tuple) or message.get("role") not in ROLES:

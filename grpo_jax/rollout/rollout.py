@@ -142,7 +142,7 @@ class Rollout(NamedTuple):
         groups = [group[:1] for group in self.episodes]
         return Rollout(self.rows, groups, self.rewards[:, :1], self.eval_rewards[:, :1], columns=self.columns)
 
-    def pick(self, places: Sequence[int]) -> Rollout:
+    def pick(self, places: Sequence[int] | np.ndarray) -> Rollout:
         """Return the groups at some places."""
         arrays = (self.samples, self.prompt_tokens, self.prompt_mask, self.pictures)
         return Rollout(
@@ -217,7 +217,7 @@ class _Chunk:
         self.rows, self.iteration, self.start = rows, iteration, start
         self.gallery = 0 if iteration is not None else fns.gallery  # first rows whose pictures are kept
         self.episodes: list[list[Episode]] = []
-        self.active = np.zeros((0, 0), bool)
+        self.active: np.ndarray = np.zeros((0, 0), bool)
 
     def judge(self, texts: Sequence[Sequence[str]]) -> Rollout:
         """Judge given texts `[p][G]`."""
@@ -320,7 +320,7 @@ class _Chunk:
                 for number, place in enumerate(places) if images is not None else ():
                     # Do not fetch unused pictures, which may be on another machine.
                     if fns.env is not None or self.start + place[0] < self.gallery:
-                        self._change_last(place, image=images[number])
+                        self._change_last(place, image=images[number])  # pyright: ignore[reportOptionalSubscript]
             with self.work.stage("score", self.number):
                 values = fns.score(
                     rows,
@@ -363,9 +363,10 @@ class _Chunk:
         """Broadcast process 0's observations; the other processes receive only the prepared pictures."""
         texts = [None if one is None else [one.text, one.done] for one in observations]
         pictures = None if encoded.pictures is None else [*encoded.pictures]
-        texts, tokens, mask, pictures = self.work.share([texts, encoded.tokens, encoded.mask, pictures])
+        shared: Any = self.work.share([texts, encoded.tokens, encoded.mask, pictures])
         if is_main_process():
             return observations, encoded
+        texts, tokens, mask, pictures = shared
         observations = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
         return observations, ObservationTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
 

@@ -329,7 +329,7 @@ class _Preserved(PreservationPolicy):
         return [step in kept for step in steps]
 
 
-def _handlers() -> dict[str, ocp.CheckpointHandler]:
+def _handlers() -> dict[str, Any]:
     return {item: ocp.StandardCheckpointHandler() for item in (EVALUATED, "training")}
 
 

@@ -172,7 +172,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
             f"rewards: expected at least one function, each of another name, got {labels}; name them as "
             "rewards={'name': function}"
         )
-    return dict(named)
+    return dict(named)  # pyright: ignore[reportReturnType] all are callable
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:

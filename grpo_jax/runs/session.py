@@ -342,7 +342,7 @@ _KILLABLE = (
 )
 
 
-def nothing_judged(progress: Progress, run_dir: str) -> str:
+def nothing_judged(progress: Progress, run_dir: str | None) -> str:
     """Return the reason to end a run without rewards (`reward_streaks`), recently or in a short run; else "".
 
     All rewards must be missing, since a single reward may apply to few prompts.
@@ -357,7 +357,7 @@ def nothing_judged(progress: Progress, run_dir: str) -> str:
     )
 
 
-def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str) -> str:
+def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str | None) -> str:
     """Return the reason to end a run if all updates of a few iterations, or most of a short run, were skipped; else "".
 
     `updates` is their number per iteration.
@@ -374,7 +374,7 @@ def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str
 
 
 def explained(
-    error: StageError | StopRun, iteration: int | None, run_dir: str, *, resumable: bool, hint: str
+    error: StageError | StopRun, iteration: int | None, run_dir: str | None, *, resumable: bool, hint: str
 ) -> Exception:
     """Return the error that ended a run as one line with its remedy; `iteration` is the saved one.
 
@@ -395,5 +395,5 @@ def explained(
     return UserError(f"{line}. {saved}; fix {at_fault} and {again}{hint}")
 
 
-def _again(run_dir: str, resumable: bool) -> str:
+def _again(run_dir: str | None, resumable: bool) -> str:
     return f"go on with --resume --run_dir {run_dir}" if resumable else "start again"

@@ -77,7 +77,7 @@ def train(
         try:
             with stop.at_once():
                 if is_language:
-                    loaded = load_given(config, output, prompts, rewards, stop.is_set, leaving, compile_ahead)
+                    loaded: Any = load_given(config, output, prompts, rewards, stop.is_set, leaving, compile_ahead)
                 else:
                     loaded = config.task.load(TaskSetup(config, None, output.info))
         except Stopped:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from grpo_jax.core.trie import Trie
@@ -100,7 +101,7 @@ def make_sampler(
     def sample(variables: Variables, *prompts: PyTree) -> Samples:
         half = half_of(len(prompts[0]), params.max_new_tokens, ends(limits))
         # Tracing cannot tell how many prompts continue.
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(variables))
         if traced or getattr(policy, "mesh", None) is not None or (len(sizes) == 1 and not half):
             return write(limits, variables, *prompts)
         state, weights = start(limits, variables, *prompts)

@@ -268,7 +268,7 @@ def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> boo
 
 
 def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -355,8 +355,10 @@ class Finished(NamedTuple):
 class Blocks(Protocol):
     """Compiled blocks of iterations of a task without prompts. Everything depends only on seed and iteration."""
 
-    start: State
-    """The state at the start, a NamedTuple: its fields are the parts of every checkpoint."""
+    @property
+    def start(self) -> State:
+        """The state at the start, a NamedTuple: its fields are the parts of every checkpoint."""
+        ...
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:
         """Evaluate the start; return notes, seconds by stage, and a line to print."""

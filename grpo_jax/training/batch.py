@@ -219,7 +219,7 @@ def make_batch(
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
         batch = batch._replace(present=present, turn=turn)
     if samples.kept is not None:  # train the sampling distribution itself
-        kept = np.moveaxis(trimmed(np.moveaxis(samples.kept, -1, 0), read), 0, -1)
+        kept = np.moveaxis(np.asarray(trimmed(np.moveaxis(np.asarray(samples.kept), -1, 0), read)), 0, -1)
         kept, drawn = jax.device_put((kept, sampler_logprobs), device)
         batch = batch._replace(kept=kept, rollout_logprobs=drawn)
     if algorithm.importance_cap:
@@ -268,9 +268,9 @@ def full_batch(
     if sampling.turns > 1:
         samples = samples._replace(present=written, turn=zeros.astype(np.int32))
     turns = (*shape[:2], sampling.turns)
-    judged = jax.device_put((np.zeros((*turns, len(weights)), np.float32), np.ones(turns, np.int32)), device)
+    judged, lengths = jax.device_put((np.zeros((*turns, len(weights)), np.float32), np.ones(turns, np.int32)), device)
     options = {"weights": weights, "conditions": conditions, "max_new_tokens": sampling.max_new_tokens}
-    objectives, present = make_turn_objectives(*judged, algorithm, **options), np.ones(prompts, bool)
+    objectives, present = make_turn_objectives(judged, lengths, algorithm, **options), np.ones(prompts, bool)
     batch = make_batch((present.astype(np.int32), present), samples, objectives, present[:, 0], algorithm, full=True)
     return batch._replace(ref_logprobs=jax.device_put(zeros, device)) if algorithm.teacher else batch
 

@@ -63,14 +63,14 @@ def make_forward(
 
     def forward(variables: Variables, batch: Batch) -> Forward:
         packing = batch.packing
-        pictures = {
+        pictures: dict[str, Any] = {
             name: policy.encode_images(variables, part) if isinstance(part, Pictures) else part
             for name, part in batch.pictures.items()
         }
-        rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
+        rows: Any = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **pictures)
         nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
-        kept = allowed if batch.kept is None else {"allowed_tokens": (None, batch.kept)}
+        kept: dict[str, Any] = allowed if batch.kept is None else {"allowed_tokens": (None, batch.kept)}
         logprobs, entropy = policy.token_logprobs(
             variables,
             hidden,

@@ -99,7 +99,7 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
             schedule,
             weight_decay=section.weight_decay,
             adam_b2=section.beta2,
-            muon_weight_dimension_numbers=_matrices,
+            muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType] takes any tree
             consistent_rms=0.2,
         )
     if section.max_grad_norm == 0:

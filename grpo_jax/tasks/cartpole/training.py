@@ -245,6 +245,7 @@ def step_updates(
 
 def _policy_loss(apply: Callable, params: PyTree, batch: Batch, **options: Any) -> tuple[jax.Array, GRPOMetrics]:
     """Return the clipped loss with an entropy bonus, mean over steps; `options` are those of `grpo_loss`."""
+    assert batch.mask is not None
     log_odds = apply(params["policy"], batch.observations)
     return grpo_loss(
         action_logprobs(log_odds, batch.actions),

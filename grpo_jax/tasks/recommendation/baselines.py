@@ -245,7 +245,7 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
     except ValueError:  # no title has a word
         return sparse.csr_array((len(titles), 1), dtype=np.float32)
     weighted = normalize(counted @ sparse.diags_array(vectorizer.idf_))
-    return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
 
 
 LISTED = 100

@@ -243,7 +243,9 @@ def policy_ranking(
     """Return rows → the policy's log-probability of each item, f32 [P, I]; the longest prompt sets the width."""
     folder = policy.folder
     items = items_of(catalogue.written)
-    rank = make_ranker(policy, pad_id=folder.pad_id, trie=choices_trie(config, items.texts, folder))
+    trie = choices_trie(config, items.texts, folder)
+    assert trie is not None
+    rank = make_ranker(policy, pad_id=folder.pad_id, trie=trie)
     size = folder.config.vocab_size
     encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)
 

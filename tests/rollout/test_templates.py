@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -90,6 +91,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_start(place, tm
     import transformers.utils.chat_template_utils as clock
 
     from grpo_jax import evaluate
+    from grpo_jax.runs import loading
 
     days = [datetime.datetime(2026, 1, 2)]
 
@@ -98,13 +100,9 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_start(place, tm
         def now(cls, tz=None):
             return days[-1]
 
-    class Today(datetime.date):
-        @classmethod
-        def today(cls):
-            return days[-1].date()
-
+    today = SimpleNamespace(date=SimpleNamespace(today=lambda: days[-1].date()))
     monkeypatch.setattr(clock, "datetime", Now)
-    monkeypatch.setattr(datetime, "date", Today)
+    monkeypatch.setattr(loading, "datetime", today)
     folder = causal_lm(tmp_path / "policy", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + TEMPLATE)
     values = {"policy.path": folder, "training.max_steps": 1, "evaluation.every": 0, "data.max_prompt_tokens": 100}

@@ -158,8 +158,8 @@ def load(
     data = config.task.load(TaskSetup(config, prompts, info))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
     info("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
-    repeated = len(np.unique(row_facts(data.prompts.train)["digest"])) == 1
-    if config.data.held_out and not any(map(len, data.prompts[1:])) and repeated:
+    none_held_out = config.data.held_out and not any(map(len, data.prompts[1:]))
+    if none_held_out and len(np.unique(row_facts(data.prompts.train)["digest"])) == 1:
         info("prompts", "warning: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})

@@ -188,15 +188,24 @@ def unfinished_first(done: jax.Array, rows: int) -> jax.Array:
     return jnp.argsort(jnp.all(done, axis=1), stable=True)[:rows]
 
 
+def rows_of(tree: PyTree, order: jax.Array) -> PyTree:
+    """Return the rows `order` of each array; scalars stay."""
+    return jax.tree.map(lambda x: x[order] if x.ndim else x, tree)
+
+
+def with_rows(tree: PyTree, order: jax.Array, part: PyTree) -> PyTree:
+    """Return the tree with its rows `order` replaced by those of `part`, and its scalars."""
+    return jax.tree.map(lambda x, few: x.at[order].set(few) if x.ndim else few, tree, part)
+
+
 def run(step: Callable[[Loop], Loop], loop: Loop, until: int, half: int) -> Loop:
     """Step until `until` tokens or all ends; only `half` of the prompts once so few continue (0: always all)."""
     loop = run_until(step, loop, until, half)
     if not half:
         return loop
     order = unfinished_first(loop.done, half)
-    few = jax.tree.map(lambda x: x[order] if x.ndim else x, loop)
-    few = run_until(step, few, jnp.where(unfinished(loop) > half, 0, until), 0)
-    return jax.tree.map(lambda x, part: x.at[order].set(part) if x.ndim else part, loop, few)
+    few = run_until(step, rows_of(loop, order), jnp.where(unfinished(loop) > half, 0, until), 0)
+    return with_rows(loop, order, few)
 
 
 def run_until(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, above: int) -> Loop:

@@ -32,9 +32,11 @@ from grpo_jax.sampling.decoding import (
     make_ends,
     make_writer,
     move,
+    rows_of,
     run_until,
     unfinished,
     unfinished_first,
+    with_rows,
     write_completions,
 )
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -154,9 +156,9 @@ def _one_by_one(change: Callable[..., jax.Array], cache: PyTree, *shapes: PyTree
 
 
 _first = jax.jit(unfinished_first, static_argnums=1)
-_rows = jax.jit(lambda tree, order: jax.tree.map(lambda x: x[order] if x.ndim else x, tree))
+_rows = jax.jit(rows_of)
 _enlarged = jax.jit(lambda array, shape: move(array, jnp.zeros(shape.shape, shape.dtype)), static_argnums=1)
-_merged = jax.jit(lambda tree, order, part: jax.tree.map(lambda x, few: x.at[order].set(few), tree, part))
+_merged = jax.jit(with_rows)
 
 
 _cached_sampler = functools.lru_cache(maxsize=8)(make_sampler)

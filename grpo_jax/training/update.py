@@ -242,7 +242,9 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
-    adapt = partial(adapt_entropy_coef, target=algorithm.entropy_target or 0.0, delta=algorithm.entropy_coef_delta)
+    adapt, target = None, algorithm.entropy_target
+    if target is not None:
+        adapt = partial(adapt_entropy_coef, target=target, delta=algorithm.entropy_coef_delta)
     objective = make_policy_objective(
         forward,
         options,

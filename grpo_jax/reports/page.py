@@ -226,8 +226,8 @@ def _plain(value: object) -> Any:
     """Convert named tuples to mappings and pictures to base64 PNG."""
     if isinstance(value, np.ndarray):
         return base64.b64encode(png(value)).decode()
-    if isinstance(value, tuple):
-        value = getattr(value, "_asdict", lambda: value)()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

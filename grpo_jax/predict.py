@@ -135,7 +135,10 @@ def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
         lines = read_text(path).replace("\r\n", "\n").split("\n")
     except UserError as error:
         raise UserError(f"--{option}: {error}") from error
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found and option == "file":
+        raise UserError(f"--file: {path}: expected at least one line")
+    return found
 
 
 main = command(make_parser, _predict)

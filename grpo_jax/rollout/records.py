@@ -70,7 +70,7 @@ def read_records(place: str) -> Records:
     if kind == ".txt":
         return read_lines(path, lambda text: {"prompt": text})
     if kind == ".parquet":
-        return _loaded(lambda: _load_file("parquet", path), path, path.parent)
+        return _loaded(lambda: _load_table(path), path, path.parent)
     if kind in _DELIMITERS:
         return _sheet(path, _DELIMITERS[kind])
     raise UserError(
@@ -121,6 +121,9 @@ def _sheet(path: Path, delimiter: str) -> Records:
         datasets = _datasets()
         with open(path, encoding="utf-8-sig", newline="") as file:
             names = next(csv.reader(file, delimiter=delimiter), [])
+            if not any(file):
+                return None
+        names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]  # as pandas names them
         if len(set(names)) != len(names):  # pandas would rename them
             raise ValueError("its first line names a column twice")
         features = datasets.Features({name: datasets.Value("string") for name in names})
@@ -145,6 +148,13 @@ def _datasets() -> Any:
 def _load_file(builder: str, path: Path, **options: Any) -> Any:
     """Convert a file once to Arrow, in the cache of `datasets`, and memory-map it."""
     return _datasets().load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
+
+
+def _load_table(path: Path) -> Any:
+    """Load a parquet file; None without a row, which `datasets` cannot read."""
+    from pyarrow.parquet import read_metadata
+
+    return _load_file("parquet", path) if read_metadata(path).num_rows else None
 
 
 @contextmanager

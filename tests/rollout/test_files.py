@@ -201,6 +201,7 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"prompt": "a tree", "completion": expected.strip()}
     for words, wrong in (
         (["--file", "absent.txt"], "--file: absent.txt: cannot be read"),
+        (["--file", "/dev/null"], "error: --file: /dev/null: expected at least one line\n"),
         (["--prompt", "a tree", "--checkpoint", "77"], "77"),
         (["--promt", "a tree"], "--promt: no such option; did you mean --prompt?"),
     ):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 from support.marked_tokenizers import TOKENIZERS
 
@@ -22,6 +23,7 @@ from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
         ),
         ("p.txt", "a red fox\r\n  \r\n# not a comment\r\n", (Row(1, "a red fox"), Row(3, "# not a comment"))),
         ("p.csv", "prompt,answer,wish\na,,x\n\nb,7\n", (Row(2, "a", {"wish": "x"}), Row(4, "b", {"answer": "7"}))),
+        ("index.csv", ",prompt\n0,a\n", (Row(2, "a", {"Unnamed: 0": "0"}),)),  # as pandas writes it
     ],
 )
 def test_rows_carry_line_numbers_and_columns(tmp_path, name, content, rows):
@@ -67,6 +69,9 @@ def test_bad_lines_are_named(tmp_path, line, reason):
     assert "\n" not in message and len(message) < 300
 
 
+EMPTY_TABLE = pandas.DataFrame({"prompt": []}).to_parquet()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -75,6 +80,8 @@ def test_bad_lines_are_named(tmp_path, line, reason):
         ("latin.csv", b"prompt\na\n\xff\n", "latin.csv: line 3: not UTF-8 text"),
         ("nul.txt", "fine\nnot\0fine\n", r"line 2: 'not.x00fine' holds a NUL character"),
         ("empty.jsonl", "", "expected at least one prompt"),
+        ("head.csv", "prompt,answer\n", "head.csv: expected at least one prompt"),
+        ("none.parquet", EMPTY_TABLE, "none.parquet: expected at least one prompt"),
         ("p.xlsx", "prompt\na", ".jsonl, .csv, .tsv, .txt or .parquet file"),
         ("twice.csv", "prompt,prompt\na,b", "its first line names a column twice"),
         ("cells.csv", "prompt,answer\na,b,c", "cells.csv cannot be loaded: Length of header or names does not match"),

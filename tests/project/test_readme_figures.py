@@ -1,4 +1,4 @@
-"""Every figure of the README is that of a measurement which is kept, or of the code."""
+"""Check each figure of the README against a kept measurement or the code."""
 
 import json
 import re
@@ -61,20 +61,20 @@ FIGURES = [
     (r"a (\S+) M-parameter policy", [lambda: parameters() / 1e6]),
     (r"finds (\S+ %) of the requested attributes before", [lambda: printed("| **gdpo** | mean", "before")]),
     (r"\*\*(\S+ %)\*\* after it", [lambda: printed("| **gdpo** | mean", "after")]),
-    (r"\((\d+) held-out prompts", [lambda: make_config(task="prompt_enhancement").evaluation.prompts]),
-    (r"and (\S+ %) after training on shuffled", [lambda: printed("| shuffled | 377", "after")]),
-    (r"; (\d+) seeds that no setting", [lambda: len(seeds())]),
-    (r"the lowest (\S+ %)", [lambda: min(seeds())]),
+    (r"over (\d+) held-out prompts", [lambda: make_config(task="prompt_enhancement").evaluation.prompts]),
+    (r"on shuffled rewards ends at (\S+ %)", [lambda: printed("| shuffled | 377", "after")]),
+    (r"and (\d+) fresh seeds", [lambda: len(seeds())]),
+    (r"the lowest seed reaches (\S+ %)", [lambda: min(seeds())]),
     (r"GDPO (\.\d+) to (\.\d+), GRPO", [lambda: over_scales("gdpo", min), lambda: over_scales("gdpo", max)]),
     (r", GRPO (\.\d+) to (\.\d+), RAFT", [lambda: over_scales("grpo", min), lambda: over_scales("grpo", max)]),
     (r", RAFT (\.\d+) to (\.\d+)\]", [lambda: over_scales("raft", min), lambda: over_scales("raft", max)]),
-    (r"it is (\S+) × faster than TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
+    (r"on one CPU core (\S+) × faster than with TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
 ]  # fmt: skip
-"""What stands around figures of the README, and what they are."""
+"""Texts around the README's figures, with the sources of the figures."""
 NAMES = r"Stable Diffusion 3|[23] (?:CPU cores|GPUs)|Python 3\.11\+|November 2026|return 1 if"
-"""What has a number and measures nothing."""
+"""Texts with a number that is no measurement."""
 NUMBER = re.compile(r"(?<![\w.@-])(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?(?!\w)")
 
 

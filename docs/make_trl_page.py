@@ -1,4 +1,4 @@
-"""Writes the tables of docs/coming_from_trl.md from those of `grpo_jax/config/other_names.yaml`.
+"""Write the tables of docs/coming_from_trl.md from those of `grpo_jax/config/other_names.yaml`.
 
 .venv/bin/python docs/make_trl_page.py
 """
@@ -14,8 +14,8 @@ HEAD = "| there | here |\n|---|---|\n"
 TITLES = {
     "## Every argument of `GRPOTrainer`": other_names.TABLES["trainer"],
     "## Every field of `GRPOConfig`": other_names.TABLES["grpo_config"],
-    "## Of transformers' `TrainingArguments`": other_names.TABLES["training_arguments"],
-    "## Of its command line": other_names.TABLES["command"],
+    "## Fields of transformers' `TrainingArguments`": other_names.TABLES["training_arguments"],
+    "## Options of TRL's command line": other_names.TABLES["command"],
     "## Options of older GRPO scripts": other_names.TABLES["older_scripts"],
     "## Metrics of older scripts": other_names.TABLES["metrics"],
 }
@@ -29,7 +29,7 @@ def rows(table: Mapping[str, str]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with the tables as they are now, each behind its title."""
+    """Return the page with the current tables, each after its title."""
     for title, table in TITLES.items():
         start = page.index(HEAD, page.index(title)) + len(HEAD)
         end = re.compile(r"^(?!\|)", re.MULTILINE).search(page, start).start()
@@ -38,7 +38,7 @@ def with_tables(page: str) -> str:
 
 
 def _here(text: str) -> str:
-    """Return the fields of an entry as code; what it says of them is for the error of a command."""
+    """Return the fields of an entry as code, without the difference, which is for error messages."""
     return ", ".join(f"`{field}`" for field in text.partition("; ")[0].split(", "))
 
 

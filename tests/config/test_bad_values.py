@@ -40,18 +40,18 @@ TABLE = f"""
 --task=recommendation --task.retrieval.bakend=a | task.retrieval.bakend: no such field; did you mean task.retrieval.back
 --task=prompt_enhancement --judges.scorer.modl=x | judges.scorer.modl: no such field; did you mean judges.scorer.model
 --task=cartpole --num_generations=4 | num_generations: no such field; did you mean
---training.beta=.1 | training.beta: no such field; here it is algorithm.kl_coef; 0 too
+--training.beta=.1 | training.beta: no such field; here it is algorithm.kl_coef; by default 0
 --sampling.learning_rate=1 | sampling.learning_rate: no such field; here it is optimizer.learning_rate
 --gradient_checkpointing=true | gradient_checkpointing: no such field; here it is policy.remat: layer
 --use_vllm=true | use_vllm: no such field; TRL's is not here: the sampler is compiled with the policy
---data.streaming=true | data.streaming: no such field; it left: data files
---task=prompt_enhancement --judges.renderer.scheduler=x | judges.renderer.scheduler: no such field; it left
---config=recommendation_slates | no such file; it left: take recommendation_quick
---task=cartpole --algorithm.clip_low=.1 | algorithm.clip_low: no such field; it is no setting of CartPole
---task=cartpole --rollout.group_size=8 | rollout: no such field; it left: CartPole has algorithm.group_size
+--data.streaming=true | data.streaming: no such field; it was removed: data files
+--task=prompt_enhancement --judges.renderer.scheduler=x | judges.renderer.scheduler: no such field; it was removed
+--config=recommendation_slates | no such file; it was removed: use recommendation_quick
+--task=cartpole --algorithm.clip_low=.1 | algorithm.clip_low: no such field; it is a constant of CartPole
+--task=cartpole --rollout.group_size=8 | rollout: no such field; it was removed: CartPole has algorithm.group_size
 --task=cartpole --judges.renderer.steps=4 | judges: no such field
 --judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is a constant
---judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it left: an actor has one
+--judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it was removed: an actor has one
 # options
 --seed | --seed: expected a value
 train | train: expected an option, such as --config FILE
@@ -64,7 +64,7 @@ train | train: expected an option, such as --config FILE
 --config={"x" * 5000} | no such file; configs that ship with grpo_jax
 --training.max_steps={"9" * 5000} | training.max_steps:
 # tasks and judges
---task=prompt_recreation | task: no such kind, got 'prompt_recreation'; it left: use prompt_refinement
+--task=prompt_recreation | task: no such kind, got 'prompt_recreation'; it was removed: use prompt_refinement
 --task=txt | task: no such kind, got 'txt'; did you mean text? (your own: file.py:Class)
 --task=nowhere.py:Mine | task: the file nowhere.py does not exist
 --task={COUNTDOWN}:Countdow | has no task or judge called Countdow (it has: Calculator, Countdown)

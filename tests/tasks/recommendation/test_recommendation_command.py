@@ -46,7 +46,7 @@ def command(folder, run_dir, **changes):
         ({"task.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of events"),
         ({"task.template": "{titles}"}, "expected one of {history}, {last}, {items} in it"),
         ({"task.history_items": 0}, "task.history_items: expected a number >= 1"),
-        ({"task.retrieval.budget": 5}, "task.retrieval.budget: no such field; it left: a call"),
+        ({"task.retrieval.budget": 5}, "task.retrieval.budget: no such field; it was removed: a call"),
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mrr, ndcg, rank, soft; got 'recall'"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),

@@ -321,7 +321,7 @@ def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMem
 def _print_programs(programs: Mapping[str, Report], target: Target | None) -> None:
     """Print memory and work per call of each program, on one device; for a target also the time bound."""
     where = "here" if target is None else f"for {target.kind.title}"
-    print(f"Programs, compiled {where} and not run; judges, which torch runs, are no part of them:")
+    print(f"Programs, compiled {where} and not run, without the judges, which run in torch:")
     bound = "" if target is None else "  bound"
     print(f"  {'':<10}{'arguments':>12}{'temporary':>11}{'peak, GiB':>11}{'TFLOP':>9}{'GB moved':>10}{bound}")
     for name, program in programs.items():

@@ -136,34 +136,34 @@ PAGE = """# PPO, GRPO and GDPO on one page
 | algorithm | take it for | measured |
 | --- | --- | --- |
 | GRPO | one reward, or several in one unit that agree | [CartPole](#one-objective-cartpole): as many steps as PPO, without a value network |
-| GDPO | rewards of different units or spreads | a rare right answer beside noise of spread 1 pays 10, 1, .1, .01: learned to .99, .99, .99, .99; GRPO .99, .97, .05, .03 |
-| RAFT | a control: is each group's best enough? | the same: .99, .98, .15, .04, for it compares sums too |
-| PPO | rewards along an episode, with a state that predicts them | CartPole: .9 s of training against GRPO's 1.6 |
+| GDPO | rewards of different units or spreads | a rare right answer pays 10, 1, .1 or .01 beside noise of spread 1. GDPO learns it to .99, .99, .99, .99, GRPO to .99, .97, .05, .03 |
+| RAFT | a control: is each group's best enough? | the same: .99, .98, .15, .04, because it also compares sums |
+| PPO | rewards along an episode, with a state that predicts them | CartPole: 0.9 s of training, GRPO 1.6 s |
 
-The rare answer is one of 32; eight seeds ([tutorial](tutorial/6_several_rewards.md#a-rare-answer-beside-a-noisy-reward)).
+The rare answer is one of 32; figures are means over eight seeds
+([tutorial](tutorial/6_several_rewards.md#a-rare-answer-beside-a-noisy-reward)).
 
-None of them
+No estimator solves these problems:
 
-- resolves a conflict. Where an easy reward excludes a hard one, GRPO, RAFT and GDPO learn the easy one: right .04, .03
-  and .09. With a [condition](algorithms.md#1-rewards) on it: .99, .97 and 1.00.
-- knows which reward matters. GDPO gives a useless one the same voice as a useful one: take it out, or weigh it less.
-- learns from a group without differences. An answer that is never sampled gets no advantage.
+- **Conflicts.** If an easy reward excludes a hard one, GRPO, RAFT and GDPO learn the easy one; the hard one reaches .04,
+  .03 and .09. With a [condition](algorithms.md#1-rewards) on the easy one it reaches .99, .97 and 1.00.
+- **Useless rewards.** GDPO weighs a useless reward like a useful one: remove it, or lower its weight.
+- **Zero-variance groups.** An answer that is never sampled gets no advantage.
 
 ## In the default run
 
-![Pixel accuracy by the pay of alignment](images/several_rewards.png)
+![Pixel accuracy by the scale of alignment](images/several_rewards.png)
 
-The default run with a noisy second reward, three seeds. GDPO's pixel accuracy is .85, .87 and .84 where alignment pays 1,
-.1 and .01; GRPO's .17, .19 and .13; RAFT's .05, .04 and .05. GRPO with the best of five weights gets .89: it ignores the noise
-([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
+The default run got a noisy second reward, with alignment scaled by 1, .1 and .01, on three seeds. GDPO's pixel accuracy is
+.85, .87 and .84, GRPO's .17, .19 and .13, RAFT's .05, .04 and .05. GRPO with the best of five weights reaches .89, because
+that weight ignores the noise ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
 
-SmolLM2-135M learns a tool call where short answers, which exclude it, pay too: conditioned, or by GRPO, in 2 to 3
-iterations, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).
+SmolLM2-135M learns a tool call although short answers, which exclude it, are also rewarded. Conditioned, or by GRPO, it needs
+2 to 3 iterations, by GDPO 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).
 
 ## How this page is made
 
-[`docs/make_comparison.py`](make_comparison.py) measured and made what follows, from
-[`docs/comparison.json`](comparison.json):
+[`docs/make_comparison.py`](make_comparison.py) made the following, from [`docs/comparison.json`](comparison.json):
 
     pip install -e ".[cartpole,figures]"
     python docs/make_comparison.py                 # trains on CartPole, rewrites this page
@@ -175,17 +175,17 @@ iterations, by GDPO in 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward
 
 A policy with one hidden layer plays CartPole-v1; {seeds} seeds learn in one compiled function. PPO has a value
 network and GAE, and plays a fixed number of steps. GRPO plays whole episodes from one start and normalises their
-discounted returns over the group. GDPO has a second objective, "centred". Solved is a mean return of at least 475
-over 100 greedy episodes.
+discounted returns over the group. GDPO has a second objective, "centred". A seed has solved CartPole with a mean
+return of at least 475 over 100 greedy episodes.
 
 ![Return over environment steps and seconds](images/comparison_learning.png)
 
-Lines are medians over seeds, bands quartiles.
+Lines are medians over seeds, bands are quartiles.
 
 {learning}
 
-Seconds are those of all seeds together. Each algorithm has its own config's settings. GDPO leads GRPO here by its
-learning rate: with the same one, GRPO on the sum needs {sum_solved} environment steps. Speed:
+Seconds are those of all seeds together. Each algorithm has the settings of its own config. GDPO is faster than GRPO here
+because of its learning rate; with the same rate, GRPO on the sum needs {sum_solved} environment steps. Speed:
 [results](../benchmarks/RESULTS.md#cartpole).
 
 ## Two objectives
@@ -200,23 +200,24 @@ runs but "upright alone" have the settings of `configs/cartpole_gdpo.yaml`:
 
 ![Both objectives over environment steps](images/comparison_objectives.png)
 
-Median over seeds (quartiles) of the mean of the last seven measurements; "both" is upright ≥ 475 and centred ≥ 400.
+Figures are medians over seeds (quartiles) of the mean of the last seven measurements; "both" is upright ≥ 475 and
+centred ≥ 400.
 
 {objectives}
 
 ### The signal
 
 The policies of the run on the sum played a group of {group} episodes per seed at every measurement. *Agreement* is
-the correlation, in the group, of the joined advantage with that of one objective.
+the correlation, in the group, of the combined advantage with that of one objective.
 
 ![Agreement with each objective](images/comparison_signal.png)
 
-While the pole still falls, lengths differ more than distances, and the sum follows upright; later it is the
-reverse, and the sum neglects the rare fall. GDPO gives both the same weight at any time.
+While the pole still falls, lengths differ more than distances, so the sum follows upright. Later distances differ more,
+so the sum neglects the rare fall. GDPO always gives both the same weight.
 
 {signal}
 
-Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step.
+The yes-or-no rewards are 1 for at least 475 steps, and for a mean of at least 0.6 centred per step.
 """
 
 
@@ -225,7 +226,7 @@ def busy(runs: dict[str, Any]) -> str:
     load = max(run["load"] for run in runs.values())
     if load < 0.5:
         return ""
-    return f" Other work was running (load {load:.1f} before the start), so the seconds are too high; the rest is not."
+    return f" Other work was running (load {load:.1f} before the start), so only the seconds are too high."
 
 
 def write_page(target: Path, results: dict[str, Any], *, group: int) -> None:

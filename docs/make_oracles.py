@@ -1,4 +1,4 @@
-"""Runs every function against its outside oracles on random numbers and writes docs/oracles.md.
+"""Run every function against its oracles on random numbers and write docs/oracles.md.
 
 pip install -e ".[diffusion,test,oracles]"
 python docs/make_oracles.py
@@ -34,32 +34,31 @@ SOURCES = {
 PACKAGES = ("jax", "numpy", "trl", "torch", "transformers", "rlax", "optax", "scipy", "scikit-learn")
 HEADER = """# The maths against outside oracles
 
-`python docs/make_oracles.py` writes this page; do not edit. Each line runs one function of grpo_jax and one of
-another library on the same random numbers, {seeds} draws of every setting (named in `tests/oracles`), and gives the
-largest absolute difference. "float64" has both sides in float64, "float32" ours in float32 against the oracle in
-float64. Gradients of losses are with respect to log-probabilities (and entropies), else to all floating inputs.
-Values are of order 1, gradients of losses of order 0.05. The tests hold the same comparisons to {bounds}.
+`python docs/make_oracles.py` writes this page; do not edit it. Each line compares a function of grpo_jax with one
+of another library on the same random numbers, with {seeds} draws of every setting (`tests/oracles`). A figure is
+the largest absolute difference. In "float64" both sides use float64; in "float32" grpo_jax uses float32 and the
+oracle float64. Gradients of losses are with respect to log-probabilities and entropies, others to all floating
+inputs. Values are of order 1, gradients of losses of order 0.05. The tests require {bounds}.
 
 {date} · Python {python} · {versions} · {machine}
 """
 FOOTER = """
 ## Differences from TRL
 
-`tests/core/test_trl.py` shows both sides of each.
+`tests/core/test_trl.py` shows both sides of each difference.
 
 | subject | TRL | grpo_jax |
 |---|---|---|
-| row without tokens (a truncated completion that is masked) | counts in the number of rows | counts in no denominator |
+| row without tokens (a masked truncated completion) | counts in the number of rows | counts in no divisor |
 | `bnpo` | divides by the tokens of each micro-batch | divides by the tokens of the update |
-| corrected KL with a row ratio (GSPO) | times the row's ratio | times the token's ratio |
+| corrected KL with a row ratio (GSPO) | is multiplied by the row's ratio | is multiplied by the token's ratio |
 | row ratio with an advantage per token | every token of the row gets the gradient of every advantage | GSPO-token: a \
 token's advantage moves that token |
-| dual clip (`delta`) below 1 + high | also cuts the ratio of positive advantages | bounds negative advantages alone |
+| dual clip (`delta`) below 1 + high | also clips the ratio of positive advantages | bounds negative advantages only |
 | entropy bonus with a mask of high-entropy tokens | mean over the selected tokens | mean over all tokens |
-| quantile of the entropies that falls on a token | float32 rounding may leave that token out | the token is in |
-| NaN from the sampler | weight 1 | stays NaN |
-| missing reward, where objectives are summed | adds 0, as if the judge had said 0 | its group's mean of that \
-objective: neither punished nor rewarded |
+| entropy quantile that falls on a token | float32 rounding may exclude that token | includes the token |
+| NaN from the sampler | gets weight 1 | stays NaN |
+| missing reward in a sum | counts as 0 | counts as its group's mean of that reward |
 """
 
 

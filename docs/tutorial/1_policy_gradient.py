@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 1. The policy gradient
 #
-# A policy samples an action, a reward says how good it was, and the policy should choose better ones. The reward has
-# no gradient: it may come from a person, a game or another program. This page estimates the gradient of the
-# *expected* reward all the same, checks the estimate, and finds its flaw: noise.
+# A policy samples an action and gets a reward. The reward has no gradient, because it may come from a person, a game
+# or another program. This page estimates the gradient of the *expected* reward, checks the estimate, and measures its
+# variance.
 #
 # The world is a **bandit** with four arms. Pulling arm `a` pays `PAYS[a]` on average, with noise. The policy is a
-# softmax over four logits, and starts with a liking for the worst arm.
+# softmax over four logits, and at first prefers the worst arm.
 
 # %%
 import jax
@@ -23,7 +23,7 @@ start = jnp.array([1.5, 0.5, 0.0, 0.0])
 
 
 def pull(logits, key, number):
-    """Actions drawn from the policy, and what they paid."""
+    """Actions drawn from the policy, and their rewards."""
     draw, noise = jax.random.split(key)
     actions = jax.random.categorical(draw, logits, shape=(number,))
     return actions, PAYS[actions] + NOISE * jax.random.normal(noise, (number,))
@@ -39,12 +39,12 @@ print(f"expected reward {expected_reward(start):.3f}")
 # %% [markdown]
 # ## The log-derivative trick
 #
-# A learner does not know `PAYS`, only its own pulls. But the derivative of a probability is the probability times the
+# A learner knows only its own pulls, not `PAYS`. But the derivative of a probability is the probability times the
 # derivative of its logarithm:
 #
 #     ∇ E[r] = Σ_a r(a) ∇π(a) = Σ_a π(a) · r(a) ∇log π(a) = E[r ∇log π]
 #
-# So pull, weigh `∇log π` of the action by its reward, and average: REINFORCE ([Williams,
+# REINFORCE pulls, weighs `∇log π` of each action by its reward, and averages ([Williams,
 # 1992](https://doi.org/10.1007/BF00992696)).
 
 # %%
@@ -64,8 +64,8 @@ assert jnp.allclose(estimate, truth, atol=0.03)
 # %% [markdown]
 # ## The same as a loss
 #
-# Only a loss's gradient matters here. `grpo_loss` has exactly this gradient, with the sign turned, if the trained
-# policy is the one that acted: a completion is a row of one token, and its advantage is the reward.
+# `grpo_loss` has exactly this gradient, with the opposite sign, if the trained policy chose the actions. A completion
+# is a row of one token, and its advantage is the reward.
 
 # %%
 
@@ -84,9 +84,8 @@ assert jnp.allclose(from_loss, estimate, atol=1e-5)
 # %% [markdown]
 # ## Its variance
 #
-# The estimate is right on average: it has no *bias*. But a single pull says nearly nothing. Now let every pull pay 10
-# more. The true gradient is the same, because E[∇log π] = 0, but each single estimate says "more of this!" ten times
-# louder.
+# The estimate is right on average: it has no *bias*. But a single pull has a large variance. Now let every pull pay
+# 10 more. The true gradient stays the same, because E[∇log π] = 0, but the single estimates vary much more.
 
 # %%
 actions, rewards = pull(start, jax.random.key(1), 20_000)
@@ -104,7 +103,7 @@ print(f"squared length of the true gradient {float(truth @ truth):.3f}")
 assert variances[10.0] > 20 * variances[0.0]
 
 # %% [markdown]
-# The mean over n pulls has 1/n of that variance: four times the pulls halve the error. Twenty learners follow the
+# The mean over n pulls has 1/n of that variance, so four times the pulls halve the error. Twenty learners follow the
 # gradient of 8 pulls per step, with and without the bonus.
 
 # %%
@@ -153,11 +152,11 @@ for bonus, end in ends.items():
 assert np.std(ends[10.0]) > 2 * np.std(ends[0.0])
 
 # %% [markdown]
-# With the bonus, the first arm pulled becomes likelier, is pulled again, and so on; some learners stay with a poor
-# arm. So take a constant *away* from the reward: [page 2](2_advantages.md).
+# With the bonus, any arm becomes likelier once it is pulled, so some learners stay with a poor arm. [Page
+# 2](2_advantages.md) therefore *subtracts* a constant from the reward.
 #
 # ## Exercises
 #
 # 1. Which bonus gives the least variance at the start? Try -4 to 4. Why is it near minus the expected reward, and why
 #    not exactly?
-# 2. Take `pulls=64` and an eighth of the steps. Who ends better, with and without the bonus?
+# 2. Take `pulls=64` and an eighth of the steps. Which run ends better, with and without the bonus?

@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 2. Advantages
 #
-# An **advantage** is a reward less an expectation, a *baseline*. This page compares four baselines by bias and
-# variance, and shows why a group of answers to one question gives a good one.
+# An **advantage** is a reward minus a *baseline*, its expectation. This page compares four baselines by bias and
+# variance. The mean of a group of answers to one question is a good one.
 #
-# The world now has eight bandits, the *prompts*. Some pay well whatever you do; only the arm matters. Language is the
-# same: some questions are easy.
+# The world now has eight bandits, the *prompts*. Some pay well for every arm, as some questions are easy.
 
 # %%
 import jax
@@ -47,13 +46,13 @@ actions, rewards = pull(jax.random.key(0), 4)
 print("rewards [P, G]:\n" + np.array2string(np.asarray(rewards), precision=1))
 
 # %% [markdown]
-# ## A baseline does no harm
+# ## A baseline adds no bias
 #
-# Subtract any number b that does not depend on the action. Since Σ_a ∇π(a) = ∇1 = 0,
+# Subtract any number b that does not depend on the action. Because Σ_a ∇π(a) = ∇1 = 0,
 #
 #     E[(r - b) ∇log π] = E[r ∇log π] - b · E[∇log π] = E[r ∇log π] - b · Σ_a ∇π(a) = E[r ∇log π]
 #
-# Only the variance changes. But the mean of a group *does* depend on each of its actions, a little.
+# Only the variance changes. But the mean of a group depends a little on each of its actions.
 #
 # | baseline | taken from | in the library |
 # |---|---|---|
@@ -62,7 +61,7 @@ print("rewards [P, G]:\n" + np.array2string(np.asarray(rewards), precision=1))
 # | group mean | rewards of the same prompt, this one included | `group_advantages(rewards, scale="none")` |
 # | leave one out | the *other* rewards of the same prompt | `leave_one_out_advantages` |
 #
-# On the rewards 1, 2 and 6, with the mean 3:
+# Take the rewards 1, 2 and 6, whose mean is 3:
 
 # %%
 BASELINES = {
@@ -83,13 +82,13 @@ assert jnp.allclose(
 )
 
 # %% [markdown]
-# Leaving one out is always the group mean's advantage times G / (G - 1).
+# The leave-one-out advantage is always the group mean's advantage times G / (G - 1).
 #
 # ## Measured
 #
-# 4000 batches of 8 prompts with 4 pulls each. *Length* is the share of the true gradient in the mean estimate: 1 is
-# unbiased. *Variance* is one batch's, relative to the squared length of the true gradient: below 1 is more signal
-# than noise.
+# Now measure 4000 batches of 8 prompts with 4 pulls each. *Length* is the share of the true gradient in the mean
+# estimate; 1 is unbiased. *Variance* is that of one batch, relative to the squared length of the true gradient; below
+# 1 there is more signal than noise.
 
 # %%
 truth = jax.grad(lambda logits: jnp.mean(PAYS @ jax.nn.softmax(logits)))(logits)
@@ -121,9 +120,9 @@ assert (
 )
 
 # %% [markdown]
-# Most of the variance came from easy and hard prompts; only the prompt's own mean removes it. The group mean's
-# gradient is a quarter too short, (G - 1) / G, because each reward is compared with a mean that it is part of. With
-# one G this is only another learning rate.
+# Most of the variance came from easy and hard prompts, and only the prompt's own mean removes it. The group mean's
+# gradient is a quarter too short, (G - 1) / G, because each reward is part of its own baseline. For a fixed G this
+# only changes the learning rate.
 
 # %%
 groups = (2, 4, 8, 16)
@@ -147,8 +146,8 @@ right.legend(loc="lower right")
 # %% [markdown]
 # ## The deviation
 #
-# GRPO also divides by the group's standard deviation. Below are groups of 8 yes-or-no rewards, k of them right. With
-# the division, the rarer a success, the more it counts.
+# GRPO also divides by the group's standard deviation. The following groups have 8 yes-or-no rewards. With the
+# division, rarer successes count more.
 
 # %%
 print(" right   group mean only     divided by the deviation")
@@ -165,12 +164,12 @@ for right_ones in (1, 2, 4, 6, 7):
     assert abs(scaled.std(ddof=1) - 1) < 1e-5
 
 # %% [markdown]
-# Dr. GRPO leaves the division out, because with it the gradient is not that of the expected reward. [Page
+# Dr. GRPO leaves out the division, because with it the gradient is not that of the expected reward. [Page
 # 3](3_ppo_and_gae.md) has another baseline, a learned network; [page 4](4_grpo.md) is about GRPO.
 #
 # ## Exercises
 #
-# 1. Make all prompts alike (`EASE` of zeros). Which baseline gains now, and which no longer does?
+# 1. Make all prompts alike (`EASE` of zeros). Which baselines still help?
 # 2. With P · G = 32 pulls in each batch, which G has the least variance under leave one out?
 #
 # Papers: Williams 1992; Ahmadian and others 2024, ["Back to Basics"](https://arxiv.org/abs/2402.14740) (RLOO); Liu

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 3. PPO and generalised advantages
 #
-# Worlds of more than one step ask two questions: which action was the good one, and may a batch be learned from more
-# than once? PPO answers with a value function and GAE, and with a clipped ratio; first on three numbers, then on
-# CartPole, where each step upright pays 1, up to 500.
+# With several steps there are two questions. Which action was good? And can a batch be used more than once? PPO
+# answers the first with a value function and GAE, the second with a clipped ratio. This page computes both on three
+# numbers, then trains CartPole, where each step upright pays 1, up to 500.
 
 # %%
 import jax
@@ -22,14 +22,15 @@ from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
 # %% [markdown]
-# ## Which action was it?
+# ## Which action was good?
 #
-# An action gets credit for what came *after* it: the return R[t] = r[t] + γ R[t+1]. Its baseline is the value V(s[t])
-# of a second network, the critic. R - V is unbiased but noisy. The other extreme trusts the critic after one step:
+# An action gets credit for the rewards *after* it: the return R[t] = r[t] + γ R[t+1]. Its baseline is the value
+# V(s[t]) of a second network, the critic. R - V is unbiased but noisy. The other extreme trusts the critic after one
+# step:
 #
 #     δ[t] = r[t] + γ V(s[t+1]) - V(s[t])
 #
-# GAE interpolates: A[t] = δ[t] + γ λ A[t+1]. By hand and by the library:
+# GAE interpolates between them: A[t] = δ[t] + γ λ A[t+1]. The code computes it by hand and by the library:
 
 # %%
 rewards, values = (
@@ -49,7 +50,7 @@ for gae_lambda in (0.0, 0.8, 1.0):
 print("R - V:  ", discounted_returns(rewards, gamma=gamma) - values[:3])
 
 # %% [markdown]
-# ## How far may one batch carry?
+# ## Several updates per batch
 #
 # After the first update the policy is no longer the one that acted. The ratio ρ = π / π_old corrects for it, but only
 # near the old policy. PPO stops the gain at a bound: min(ρ A, clip(ρ, 0.8, 1.2) A). The plot shows the objective.
@@ -86,13 +87,13 @@ for advantage in (1.0, -1.0):
 assert slopes(jnp.array([1.3]), 1.0) == 0 and slopes(jnp.array([1.3]), -1.0) == -1
 
 # %% [markdown]
-# A good action is no longer pushed once it is 1.2 times as likely, a bad one once it is 0.8 times. A bad action that
-# became likelier (1.3) is still pushed down: that is the purpose of the min.
+# A good action gets no gradient once it is 1.2 times as likely, a bad one once it is 0.8 times as likely. Because of
+# the min, a bad action that became likelier (1.3) still gets one.
 #
 # ## CartPole
 #
 # Policy and critic are perceptrons with 64 hidden units. An iteration plays 128 steps of 32 carts, estimates
-# advantages, and follows the same batch ten times.
+# advantages, and updates ten times on the same batch.
 
 # %%
 policy, critic = make_mlp(4, output_scale=0.01), make_mlp(4, output_scale=1.0)
@@ -175,8 +176,8 @@ for axis, (title, curve) in zip(axes, panels.items(), strict=True):
     axis.set(title=title, xlabel="thousand steps played", ylim=(min(0, float(curve.min())), None))
 
 # %% [markdown]
-# The critic explains nothing at first, and PPO's advantages are then mostly noise. It must be right before it helps;
-# for a language policy it is a second large network, or a head. The effect of λ on one batch of the trained policy:
+# At first the critic explains nothing, so PPO's advantages are mostly noise. For a language policy the critic is a
+# second large network, or a head. This is the effect of λ on one batch of the trained policy:
 
 # %% tags=["learned"]
 _, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
@@ -197,7 +198,7 @@ assert spread[0.0] < spread[0.95] < spread[1.0]
 #
 # 1. Do 40 passes instead of 10. What happens to the clipped share and the return? And without a clip
 #    (`clip_high=1e9`)?
-# 2. Set λ to 0 and to 1 in `judge`. Which learns at all in 30 iterations, and why?
+# 2. Set λ to 0 and to 1 in `judge`. Which one learns in 30 iterations, and why?
 #
 # Papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and
 # ["PPO"](https://arxiv.org/abs/1707.06347), 2017.

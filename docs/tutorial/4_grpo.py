@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 4. GRPO: groups instead of a critic
 #
-# GRPO lets the policy answer the same question G times; the mean of those rewards is the baseline. This page computes
-# a group's advantages, shows how a row's advantage reaches its tokens, and trains CartPole without a critic.
+# In GRPO the policy answers the same question G times, and the mean reward is the baseline. This page computes a
+# group's advantages, gives them to tokens, and trains CartPole without a critic.
 
 # %%
 import jax
@@ -24,8 +24,8 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # %% [markdown]
 # ## A group by hand
 #
-# Three answers got the rewards 1, 2 and 6: mean 3, deviations -2, -1 and 3, sample standard deviation √((4 + 1 + 9) /
-# 2) = √7 = 2.6458. So
+# Three answers got the rewards 1, 2 and 6. Their mean is 3, and their sample standard deviation is √((4 + 1 + 9) / 2)
+# = √7 = 2.6458. So
 #
 #     A[g] = (r[g] - mean) / std = -2 / 2.6458, -1 / 2.6458, 3 / 2.6458
 #
@@ -42,8 +42,8 @@ assert np.allclose(advantages[0], [-0.7559, -0.3780, 1.1339], atol=5e-5)
 assert not advantages[1].any()
 
 # %% [markdown]
-# A group sums to 0, and units vanish: 10, 20 and 60 give the same. The second group teaches nothing; [page
-# 5](5_what_goes_wrong.md) counts such groups.
+# A group sums to 0, and units do not matter: 10, 20 and 60 give the same. The second group has zero variance and no
+# gradient; [page 5](5_what_goes_wrong.md) counts such groups.
 #
 # ## From rows to tokens
 #
@@ -51,8 +51,8 @@ assert not advantages[1].any()
 #
 #     loss = -aggregate(min(ρ A, clip(ρ, 0.8, 1.2) A)) + coef · KL(π ‖ reference)
 #
-# Rows of different length can be *aggregated* in different ways. Take rows of 1 and 3 tokens with advantages 1 and 0.
-# On-policy ρ is 1, so the loss shows the weight of the first row's token.
+# Rows of different lengths can be *aggregated* in different ways. Take rows of 1 and 3 tokens with advantages 1 and
+# 0. On-policy ρ is 1, so the loss is minus the weight of the first row's token.
 
 # %%
 logprobs = jnp.full((2, 3), -1.0)
@@ -64,12 +64,11 @@ for name in ("grpo", "dapo", "dr_grpo"):
 assert np.allclose(list(weights.values()), [-1 / 2, -1 / 4, -1 / 6])
 
 # %% [markdown]
-# - `grpo`: mean over rows of the mean over a row's tokens: 1/2.
-# - `dapo`: mean over all tokens: 1/4.
-# - `dr_grpo`: sum over all tokens, divided by rows · the longest possible row: 1 / (2 · 3).
+# - `grpo` is the mean over rows of the mean over a row's tokens: 1/2.
+# - `dapo` is the mean over all tokens: 1/4.
+# - `dr_grpo` is the sum over all tokens, divided by rows · the longest possible row: 1 / (2 · 3).
 #
-# The loss itself shows no progress: a group's advantages sum to 0, so at the first pass it is 0. Its *gradient* is
-# not:
+# A group's advantages sum to 0, so the loss of the first pass is 0 and shows no progress. Its *gradient* is not 0:
 
 # %%
 rows = jnp.full((1, 3, 2), -1.0)
@@ -83,9 +82,9 @@ assert abs(value) < 1e-6 and jnp.allclose(gradient, -advantages[:1, :, None] / 6
 # %% [markdown]
 # ## CartPole again
 #
-# Sixteen episodes from the same start form a group. Each step is compared with all steps of its group by its
-# discounted return (GRPO's "process supervision"): `normalised_returns`. There is no critic and no λ, but it must
-# play whole episodes from one start.
+# Sixteen episodes from the same start form a group. `normalised_returns` compares each step's discounted return with
+# those of all steps of its group (GRPO's "process supervision"). There is no critic and no λ, but GRPO must play
+# whole episodes from one start.
 
 # %%
 policy = make_mlp(4, output_scale=0.01)
@@ -155,13 +154,13 @@ for axis, (title, curve) in zip(
     axis.set(title=title, xlabel="thousand steps played", ylim=(0, None))
 
 # %% [markdown]
-# With ten seeds each, tuned, neither is ahead on CartPole ([comparison.md](../comparison.md)). For a language policy
-# a critic is expensive, and asking a question again is easy.
+# With ten tuned seeds each, PPO and GRPO need as many steps on CartPole ([comparison.md](../comparison.md)). For a
+# language policy a critic is expensive, and more answers are easy.
 #
 # ## Exercises
 #
-# 1. By hand: the advantages of the rewards 0, 0, 0, 1. And of 0, 0, 0, 100?
-# 2. Make `GROUP` 2, and 64. Compare after equally many steps played.
+# 1. Compute by hand the advantages of the rewards 0, 0, 0, 1, and of 0, 0, 0, 100.
+# 2. Make `GROUP` 2, and 64. Compare after the same number of steps.
 #
-# Paper: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024. All choices of the loss:
-# [algorithms.md](../algorithms.md).
+# Paper: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024. [Algorithms](../algorithms.md) has
+# all choices of the loss.

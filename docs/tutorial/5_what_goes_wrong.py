@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5. What goes wrong
 #
-# A wrong policy gradient does not crash; it learns something else. Five ways, each in a small world: drifting
-# lengths, silent groups, a clip that ends learning, wrong distances, and a policy that stops exploring.
+# A wrong policy gradient does not crash; the policy learns something else. This page shows five problems in small
+# worlds: length bias, zero-variance groups, clipping, KL estimators and entropy collapse.
 
 # %%
 import jax
@@ -44,11 +44,11 @@ def lines(axis, curves, title, xlabel, x=None):
 
 
 # %% [markdown]
-# ## Lengths that nobody asked for
+# ## Length bias
 #
-# Half of the answers are right, by luck. The policy only decides when to stop. Length earns nothing, but in a mean
-# over each row (`grpo`) a token of a long row weighs little: wrong answers are punished less if they ramble. This is
-# Dr. GRPO's finding; a constant instead of the length fixes it.
+# Half of the answers are right, at random. The policy only decides when to stop. Length earns nothing, but in a mean
+# over each row (`grpo`) a token of a long row weighs little. Long wrong answers are therefore punished less. Dr. GRPO
+# found this, and divides by a constant instead of the length.
 
 # %%
 figure, axes = plt.subplots(
@@ -73,11 +73,11 @@ for axis, name in zip(axes, ("grpo", "dapo", "dr_grpo"), strict=True):
     assert (wrong[-1] > right[-1] + 4) == (name == "grpo")
 
 # %% [markdown]
-# ## Groups that say nothing
+# ## Zero-variance groups
 #
-# With a share p of right answers, all G of a group agree with probability p^G + (1 - p)^G, and the group has no
-# gradient. Remedies: resampling (`algorithm.zero_variance_groups: resample`), larger groups, questions of medium
-# difficulty.
+# With a share p of right answers, all G rewards of a group are equal with probability p^G + (1 - p)^G, and the group
+# has no gradient. Resampling (`algorithm.zero_variance_groups: resample`), larger groups and questions of medium
+# difficulty help.
 
 # %%
 share = jnp.linspace(0.0, 1.0, 21)
@@ -92,10 +92,10 @@ figure, axis = plt.subplots(
 lines(axis, alive, "share of groups that teach", "share of right answers", share)
 
 # %% [markdown]
-# ## A clip that ends learning
+# ## Clipping
 #
-# The policy found the right answer, with a chance of 1 in 100, and goes over the batch again and again. A clip at 1.2
-# stops at 0.012. Surrogates that bound a token's *weight* instead continue, and can go too far.
+# The policy sampled the right answer, whose probability is 0.01, and now makes many passes over this batch. A clip at
+# 1.2 stops at 0.012. Surrogates that bound a token's *weight* instead continue, and can go too far.
 
 # %%
 old, chances = jnp.log(jnp.full((2, 1), 0.01)), {}  # action 0 was right, action 1 was not
@@ -119,10 +119,10 @@ lines(axis, chances, "chance of the right answer", "pass over one batch")
 axis.set(yscale="log")
 
 # %% [markdown]
-# ## Distances that are not what they are called
+# ## KL estimators
 #
-# With d = log π_ref - log π of sampled tokens, k1 = -d, k2 = d² / 2 and k3 = e^d - d - 1. Their means and deviations,
-# summed exactly over ten tokens; the gradient of an estimate is another matter.
+# With d = log π_ref - log π of sampled tokens, k1 = -d, k2 = d² / 2 and k3 = e^d - d - 1. The code computes their
+# means and deviations exactly over ten tokens, and compares their gradients with that of the divergence.
 
 # %%
 policy, direction = jax.nn.log_softmax(jax.random.normal(jax.random.key(2), (2, 10)))
@@ -150,13 +150,14 @@ lines(axes[0], means, "mean / true divergence", "true divergence", truth)
 lines(axes[1], deviations, "deviation", "true divergence", truth)
 
 # %% [markdown]
-# As a loss k1 does nothing on average, and k3 follows the reverse divergence; remedies are in
-# [algorithms.md](../algorithms.md#4-distance-from-a-reference).
+# As a loss k1 has no effect on average, and k3 follows the reverse divergence.
+# [Algorithms](../algorithms.md#4-distance-from-a-reference) has corrections.
 #
-# ## A policy that stops exploring
+# ## Entropy collapse
 #
-# Nine arms pay nothing, one pays 0.5, and one, tried once in 75 pulls at first, pays 1. The second best is found at
-# once, its probability goes to 1, and the best is never tried again. An entropy bonus prevents that.
+# Nine arms pay nothing, and one pays 0.5. The best arm pays 1, but at first is pulled only once in 75. The policy
+# soon finds the second best, whose probability goes to 1, and never tries the best again. An entropy bonus prevents
+# that.
 
 # %%
 PAYS = jnp.zeros(11).at[0].set(1.0).at[1].set(0.5)
@@ -203,7 +204,7 @@ assert found[0] < 0.2 and found[2] > 0.8
 # %% [markdown]
 # ## Exercises
 #
-# 1. Give right answers 1 + 0.01 · length. From which price on does `grpo` lengthen right answers?
+# 1. Give right answers 1 + 0.01 · length. From which coefficient on does `grpo` lengthen right answers?
 # 2. Start the third world with a chance of 0.6 for the right answer. Does the clip matter now?
 #
 # Papers: ["Dr. GRPO"](https://arxiv.org/abs/2503.20783) and ["DAPO"](https://arxiv.org/abs/2503.14476), 2025; J.

@@ -2,8 +2,7 @@
 # # 6. Several rewards
 #
 # An answer should be right and brief. GRPO compares the sums of rewards; GDPO normalises each reward in the group and
-# adds the *advantages*. This page shows what the sum forgets, and trains policies beside a noisy reward and beside an
-# easy one.
+# adds the *advantages*. This page compares both, also with a noisy and with an easy second reward.
 
 # %%
 from functools import partial
@@ -31,11 +30,11 @@ def of_sum(rewards, **words):
 
 
 # %% [markdown]
-# ## One reason or two
+# ## One reward or both
 #
-# Two answers, two rewards. In one question the second answer gained one reward, in the other both. The sums 0 and 1
-# give A = ∓0.5 / 0.7071 = ∓0.7071; the sums 0 and 2 give ∓1 / 1.4142, the same. Apart, two rewards that differ give
-# twice as much.
+# Two answers have two rewards. In one question the second answer gets one reward, in the other both. The sums 0 and 1
+# give A = ∓0.5 / 0.7071 = ∓0.7071; the sums 0 and 2 give ∓1 / 1.4142, the same. Separately normalised, both rewards
+# give twice as much.
 
 # %%
 one_good = jnp.array([[[0.0, 0.0], [1.0, 0.0]]])  # [P, G, N]
@@ -50,10 +49,10 @@ print("whitened over the batch:", both[0], both[1])
 assert np.allclose(both, [[-0.5477, 0.5477], [-1.0954, 1.0954]], atol=5e-5)
 
 # %% [markdown]
-# ## Reasons with one sum
+# ## Equal sums
 #
-# (1, 0) and (0, 1) have the same sum and the same advantage. Apart, the rarer reward counts more. If *all* sums are
-# equal, the sum sees nothing to learn.
+# (1, 0) and (0, 1) have the same sum and the same advantage. Separately normalised, the rarer reward counts more. If
+# *all* sums are equal, the sum has no gradient.
 
 # %%
 rewards = jnp.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
@@ -73,8 +72,7 @@ print(
 # %% [markdown]
 # ## Conditions
 #
-# A *condition* says when a reward counts: brevity only if the answer is right. It changes the rewards before anything
-# is compared.
+# With a *condition*, brevity counts only if the answer is right. It changes the rewards before they are compared.
 
 # %%
 rewards = jnp.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]])  # brief, right
@@ -87,9 +85,9 @@ assert np.allclose(advantages, [[-1.3660, 0.3660, 2.3660, -1.3660]], atol=5e-5)
 # %% [markdown]
 # ## A rare answer beside a noisy reward
 #
-# One answer of 32 is right, and a second reward is noise of spread 1. The policy begins with all alike and takes 400
-# steps, each of four groups of 8; eight seeds. RAFT teaches each group's best alone; times G, its step is as large as
-# the others'. On-policy the gradient of `grpo_loss` is that of the loss below.
+# One answer of 32 is right, and a second reward is noise of spread 1. The policy starts uniform and takes 400 steps,
+# each with four groups of 8, on eight seeds. RAFT trains on each group's best alone; times G, its step is as large as
+# the others'. On-policy, `grpo_loss` has the gradient of the loss below.
 
 # %% tags=["learned"]
 WAYS = {
@@ -135,12 +133,12 @@ assert right["GDPO"].min() > 0.9 and right["GRPO"][1] > 0.9
 assert max(right["GRPO"][3], right["RAFT"][3]) < 0.2
 
 # %% [markdown]
-# The sum follows the reward that varies most. GDPO gives both the same voice in any unit. GRPO needs the right weight
-# (100 at .01 is 1 again), which someone has to search.
+# The sum follows the reward that varies most. GDPO weighs both equally in any unit. GRPO needs a search for the right
+# weight (100 at .01 is 1 again).
 #
 # ## An easy reward that excludes the hard one
 #
-# Of the 32 answers 27 are brief and wrong, one is right and long, four are neither; none is both.
+# Of the 32 answers, 27 are brief and wrong, one is right and long, and four are neither. None is both.
 
 # %% tags=["learned"]
 pays = jnp.zeros((32, 2)).at[:27, 0].set(1.0).at[27, 1].set(1.0)  # brief, right
@@ -153,14 +151,14 @@ for name, way in WAYS.items():
     assert plain < 0.3 and waits > 0.9
 
 # %% [markdown]
-# Here the condition does the work, for each of them: no estimator knows which reward is meant. Rewards that agree need
-# no GDPO, and it gives a useless reward the same voice as a useful one ([when to take which](../comparison.md)).
+# Every estimator needs the condition here, because none knows which reward matters more ([when to take
+# which](../comparison.md)).
 #
 # ## Exercises
 #
-# 1. By hand: three answers with the rewards (1, 0), (1, 0), (0, 1). The advantages by the sum, and apart without
-#    whitening?
-# 2. Give wrong answers a third, unwanted reward (length, say) with ten times the spread. What do the sum and GDPO
-#    make of it?
+# 1. Three answers have the rewards (1, 0), (1, 0), (0, 1). Compute the advantages by the sum, and by GDPO without
+#    whitening.
+# 2. Give wrong answers a third, unwanted reward (such as length) with ten times the spread. How do the sum and GDPO
+#    change?
 #
 # Paper: NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 7. A language policy
 #
-# Now the policy is a transformer and actions are words. The loop takes forty lines of the trainer's own functions. A
-# tiny untrained model learns exactly what its reward says and not what was meant; a second reward fixes it.
+# Now the policy is a transformer, and actions are words. The loop takes forty lines with the trainer's functions. A
+# tiny new model hacks its reward; a second reward fixes that.
 #
 # ## A policy and a reward
 #
 # `write_policy` makes a Hugging Face folder with random weights in which every word is a token. A prompt asks for a
-# word. *said* is the share of the answer that is this word; *brief* is 1 for one word, 1/2 for two, and so on.
+# word. *said* is this word's share of the answer; *brief* is 1 for one word, 1/2 for two, and so on.
 
 # %%
 import tempfile
@@ -53,12 +53,12 @@ for text in ("red", "red cup", "cup", ""):
 # %% [markdown]
 # ## The loop
 #
-# 1. `make_sampler` writes G answers to each prompt, at most 6 tokens long.
-# 2. The rewards read the texts: `[P, G, N]`; an estimator makes advantages `[P, G]`.
+# 1. `make_sampler` samples G answers to each prompt, at most 6 tokens long.
+# 2. The rewards of the texts are `[P, G, N]`; an estimator turns them into advantages `[P, G]`.
 # 3. `forward_group` and `token_logprobs` give the tokens' log-probabilities, `grpo_loss` the loss.
-# 4. An optimizer of your own follows the gradient.
+# 4. Any optimizer follows the gradient.
 #
-# With one update per batch the ratio is 1, and the old log-probabilities are the same numbers without a gradient.
+# With one update per batch the ratio is 1, and the old log-probabilities are `stop_gradient` of the new ones.
 
 # %%
 sample = make_sampler(
@@ -136,37 +136,24 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 # %% [markdown]
 # ## Reading the curves
 #
-# - *Said* reaches 1 in both runs, but six of six is as good as one of one: the first run's texts are not what was
-#   meant. Read the completions.
-# - *Tokens*: with the condition, brevity counts once the word is right, and most answers become the word and the end.
-#   A word or two had settled on six repetitions before, and stays there.
-# - *Entropy* falls and *silent groups* rise. The first run is then stuck: a new reward would find no two answers that
-#   differ.
+# - *Said* reaches 1 in both runs, but the first run repeats the word six times. Read the completions.
+# - *Tokens*: with the condition, brevity counts once the word is right, and most answers become the single word. A
+#   word or two reached six repetitions before that, and stay there.
+# - *Entropy* falls and *silent groups*, those with zero variance, rise. The first run is then stuck, because all
+#   answers of a group are equal.
 #
 # ## At full size
 #
 # `python -m grpo_jax.train --task text` is this loop with several updates per batch, a reference, checkpoints and a
 # report; [`examples/own_loop.py`](../../examples/own_loop.py) is a one-file version. In the default run a policy
-# rewrites captions for a renderer, and CLIP scores the picture. Recorded figures
-# ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md); twenty seeds for GDPO, three for GRPO with older settings and PPO; PPO
-# on pictures of two steps) of a pixel checker that is no reward, on held-out prompts:
-#
-# | run | seed | unchanged | before | after | oracle | gap_closed | alignment_after | seconds |
-# |---|---|---|---|---|---|---|---|---|
-# | **gdpo** | mean | 0.048 | 0.062 | 0.939 | 1.000 | 0.936 | 0.431 | 253 |
-# | **grpo** | mean | 0.047 | 0.062 | 0.909 | 1.000 | 0.903 | 0.408 | 227 |
-# | **ppo** | mean | 0.047 | 0.062 | 0.953 | 1.000 | 0.950 | 0.434 | 870 |
-# | shuffled | 377 | 0.047 | 0.063 | 0.030 | 1.000 | -0.036 | -0.137 | 296 |
+# rewrites prompts for a renderer, and CLIP scores the picture ([figures](../tasks.md#prompt-enhancement)):
 #
 # ![Pixel accuracy and reward of a recorded default run](../images/curves.png)
 #
-# *Shuffled* pays each answer another one's reward, and nothing is learned. The sum does no worse than GDPO if rewards
-# do not conflict.
-#
 # ## Exercises
 #
-# 1. Fix the reward instead of adding one: `answer == [word]`. Why does the run learn more slowly, or not at all?
-# 2. Train on six of the words and measure the other two. What would a policy need that this one lacks?
+# 1. Change the reward instead of adding one: `answer == [word]`. Why does the run learn more slowly, or not at all?
+# 2. Train on six of the words and measure the other two. What would a policy need to answer them?
 #
 # Papers: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024; NVIDIA,
 # ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

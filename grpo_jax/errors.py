@@ -151,15 +151,17 @@ def extras_named() -> Iterator[None]:
         raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{EXTRAS[error.name]}]"') from error
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without argparse's usage."""
+
     def error(self, message: str) -> NoReturn:
-        """Raise UserError: one line in place of argparse's usage."""
+        """Raise UserError."""
         raise UserError(f"{message}; {self.prog} --help lists the options")
 
 
 def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the options of all commands: --version, --debug, and --run and --checkpoint of a run."""
-    parser = _Parser(prog=f"grpo {command}", description=description)
+    parser = Parser(prog=f"grpo {command}", description=description)
     if reads_run:
         parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
         parser.add_argument(

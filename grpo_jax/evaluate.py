@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,15 +43,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     config = run_config(options.run)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
-    requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
-    overrides = {name: value for name, value in requested.items() if value is not None}
+    names = [name for name in ("prompts", "samples", "temperature") if getattr(options, name) is not None]
+    overrides = {name: getattr(options, name) for name in names}
     if "temperature" in overrides and not config.evaluation.samples:
         overrides.setdefault("samples", 1)
-    section = config.evaluation.replace(**overrides)
-    config = config.replace(evaluation=section)
+    config = config.replace(evaluation=config.evaluation.replace(**overrides))
     if options.mesh is not None:
-        section = config.policy.replace(mesh=MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1]))
-        config = config.replace(policy=section)
+        mesh = MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1])
+        config = config.replace(policy=config.policy.replace(mesh=mesh))
     info = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
     with ExitStack() as leaving:
@@ -81,18 +79,14 @@ def _evaluate(options: argparse.Namespace) -> None:
         print(written)
         return
     print(f"\n{report['prompts']} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
-    _print_measures(report)
-    samples = [line for table in samples_tables(report) for line in table.lines()]
-    for line in [*samples, *findings.lines]:
-        print(line)
-
-
-def _print_measures(report: Mapping[str, Any]) -> None:
     kinds = [kind for kind in ("unchanged", "greedy", "sampled", "oracle") if kind in report]
     print(f"{'measure':<20}" + "".join(f"{kind:>12}" for kind in kinds))
     for name in report["greedy"]:
         cells = (report[kind].get(name) for kind in kinds)
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
+    samples = [line for table in samples_tables(report) for line in table.lines()]
+    for line in [*samples, *findings.lines]:
+        print(line)
 
 
 main = command(make_parser, _evaluate)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from grpo_jax.config.run import Config
     from grpo_jax.models.policy import Policy
     from grpo_jax.rollout.data import Row
-    from grpo_jax.rollout.encoding import Encoded
     from grpo_jax.sampling.decoding import Samples
 
 
@@ -66,23 +65,17 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     loaded = policy.folder
-    assert loaded is not None  # `load_policy` has read it
-    image_processor = image_processor_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
-
-    def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
-        size = loaded.config.vocab_size
-        return make_encode(
-            loaded.tokenizer,
-            config.data,
-            pad_id=loaded.pad_id,
-            vocab_size=size,
-            rows=rows,
-            image_processor=image_processor,
-        )
-
-    encode_wide = encoder(rows) if rows else None
+    encoder = functools.partial(
+        make_encode,
+        loaded.tokenizer,
+        config.data,
+        pad_id=loaded.pad_id,
+        vocab_size=loaded.config.vocab_size,
+        image_processor=image_processor_of(config, loaded),
+    )
+    encode_wide = encoder(rows=rows) if rows else None
 
     @functools.cache  # choices are read on first use
     def sampler() -> Callable[..., Samples]:
@@ -97,7 +90,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
             row = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
         except ValueError as error:
             raise UserError(str(error)) from error
-        tokens, mask, pictures_read = (encode_wide or encoder([row]))([row])
+        tokens, mask, pictures_read = (encode_wide or encoder(rows=[row]))([row])
         seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1].text

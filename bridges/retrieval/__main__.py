@@ -1,6 +1,5 @@
 """`python -m bridges.retrieval serve`: a retrieval service on a Ray cluster, until Ctrl-C."""
 
-import argparse
 import signal
 import sys
 import threading
@@ -11,12 +10,12 @@ from bridges.ray_pool import start_actors
 from bridges.retrieval import Retriever, encoders, service
 from bridges.retrieval.catalogue import read_catalogue_file
 from grpo_jax.config.judge import PoolSection
-from grpo_jax.errors import UserError, run_cli
+from grpo_jax.errors import Parser, UserError, run_cli
 
 
 def serve(arguments: Sequence[str]) -> None:
     """Start a service, test it, and wait for Ctrl-C or SIGTERM; UserError if the cluster has one, or no room for it."""
-    parser = argparse.ArgumentParser("python -m bridges.retrieval", description="A retrieval service on Ray.")
+    parser = Parser("python -m bridges.retrieval", description="A retrieval service on Ray.")
     parser.add_argument("command", choices=["serve"], help="start a service, until Ctrl-C")
     parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
     parser.add_argument("--encoder", type=service.absolute, default="tfidf", help="tfidf, or a model's folder or name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -50,10 +51,9 @@ class Jitted:
             raise
 
         def compile_lowered() -> None:
-            try:
+            with suppress(Exception):  # the call of the function raises it again
                 lowered.compile()
-            finally:  # the call of the function raises a failure again
-                done.set_result(None)
+            done.set_result(None)
 
         threading.Thread(target=compile_lowered, name=f"{ABANDONED}compiling").start()
         return jax.tree.map(lambda leaf: placed(leaf, place), lowered.out_info)

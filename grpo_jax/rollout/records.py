@@ -70,7 +70,9 @@ def read_records(place: str) -> Records:
     if kind == ".txt":
         return read_lines(path, lambda text: {"prompt": text})
     if kind == ".parquet":
-        return _loaded(lambda: _load_table(path), path, path.parent)
+        from pyarrow.parquet import read_metadata  # `datasets` cannot load a table without rows
+
+        return _loaded(lambda: _load_file("parquet", path) if read_metadata(path).num_rows else None, path, path.parent)
     if kind in _DELIMITERS:
         return _sheet(path, _DELIMITERS[kind])
     raise UserError(
@@ -148,13 +150,6 @@ def _datasets() -> Any:
 def _load_file(builder: str, path: Path, **options: Any) -> Any:
     """Convert a file once to Arrow, in the cache of `datasets`, and memory-map it."""
     return _datasets().load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
-
-
-def _load_table(path: Path) -> Any:
-    """Load a parquet file; None without a row, which `datasets` cannot read."""
-    from pyarrow.parquet import read_metadata
-
-    return _load_file("parquet", path) if read_metadata(path).num_rows else None
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     if records is not None:
         return load_prompts(records, **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: iteration gives column names
-        prompts = prompts.to_dict("records")
+        prompts = prompts.astype(object).where(prompts.notna(), None).to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"{expected}, got a {type(prompts).__name__}")
     listed = [{"prompt": row} if isinstance(row, str) else row for row in prompts]

@@ -16,6 +16,7 @@ import grpo_jax
 from grpo_jax.config.command_line import parse
 from grpo_jax.core import losses
 from grpo_jax.errors import ABANDONED
+from grpo_jax.models.jitted import Jitted
 from grpo_jax.runs import ahead, trainer
 from grpo_jax.runs.batches import Rollouts, batch_of, draw
 from grpo_jax.runs.loading import RunContext, load
@@ -109,6 +110,19 @@ def test_programs_compiled_ahead_are_those_that_run(steps, longest, place, tmp_p
         assert main(["--config", str(place.config), *words, f"--run_dir={tmp_path / 'cut'}"]) == 0
         full, cut = (load_file(tmp_path / run / "policy/model.safetensors") for run in ("run", "cut"))
         assert all(np.allclose(full[name], cut[name], atol=1e-5) for name in full)
+
+
+def test_a_failure_to_compile_ahead_is_raised_once_by_the_call(monkeypatch):
+    in_thread = []
+    monkeypatch.setattr(threading, "excepthook", in_thread.append)
+    function = Jitted(lambda x: x + 1, compiler_options={"no_such_option": True})
+    function(jax.ShapeDtypeStruct((3,), np.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        function(np.ones(3, np.float32))
+    for thread in threading.enumerate():
+        if thread.name == f"{ABANDONED}compiling":
+            thread.join()
+    assert not in_thread
 
 
 def test_few_frames_lie_between_main_and_the_loss(place, tmp_path, monkeypatch, own_programs):

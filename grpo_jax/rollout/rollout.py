@@ -389,7 +389,9 @@ def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
 
 
 def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
-    """Derive the keys [P] of a turn after turn 0, which uses the prompts' keys."""
+    """Derive the keys [P] of a turn, from 0; turn 0 uses the prompts' keys."""
+    if turn == 0:
+        return keys
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, _TURN_STREAM), turn))(keys)
 
 

@@ -49,7 +49,7 @@ def load_module(place: str) -> ModuleType:
     try:
         with extras_named():
             return _load_file(Path(place)) if is_file else importlib.import_module(place)
-    except (UserError, Stopped):
+    except (UserError, Stopped, KeyboardInterrupt):
         raise
     except ModuleNotFoundError as error:
         if not is_file and error.name and f"{place}.".startswith(f"{error.name}."):

@@ -6,6 +6,7 @@ A signal, a callback, early stopping or a failure ends a run before its last ite
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_jax.config.fields import Section, differences, identity, to_yaml
@@ -153,14 +155,15 @@ def stop_requests() -> Iterator[StopRequests]:
         yield requests
         return
 
-    def handle(number: int, frame: object) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             return
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` handles only one
-            if requests.is_set():
-                raise KeyboardInterrupt
-        requests.set()
+        if frame is not None and frame.f_code.co_name == "_xla_gc_callback":  # JAX's: Python would print and drop
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()  # what is raised in the collector
+        elif number == signal.SIGINT and requests.is_set():
+            raise KeyboardInterrupt
+        else:
+            requests.set()
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}

@@ -115,7 +115,6 @@ IMPORTS = [
     Fault(f"at import: {name}", text, early=True)
     for name, text in {
         "sys.exit(0)": "import sys; sys.exit(0)",
-        "KeyboardInterrupt": "raise KeyboardInterrupt",
         "BaseException": "raise BaseException('all of it')",
         "RuntimeError": "raise RuntimeError('no licence')",
         "a syntax error": "def judged(:\n",

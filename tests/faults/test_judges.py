@@ -65,9 +65,13 @@ def test_a_fault_is_named_or_missing(fault, tmp_path):
 @pytest.mark.parametrize("where", ["task", "judges.odd"])
 def test_a_file_of_a_task_or_judge_that_exits_is_named(place, tmp_path, capsys, where):
     path = tmp_path / "odd_file.py"
+    words = ["--config", str(place.config), f"--{where}", f"{path}:Odd", "--run_dir", str(tmp_path / "run")]
     path.write_text("import sys; sys.exit(0)")
-    assert main(["--config", str(place.config), f"--{where}", f"{path}:Odd", "--run_dir", str(tmp_path / "run")]) == 2
+    assert main(words) == 2
     assert f"error: {where}: importing odd_file.py raised SystemExit: 0\n" == capsys.readouterr().err
+    path.write_text("raise KeyboardInterrupt")  # a Ctrl-C while it is imported
+    assert main(words) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("error", ["SystemExit('bye')", "RuntimeError('no card')", "GeneratorExit()"])

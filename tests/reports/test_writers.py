@@ -90,5 +90,5 @@ def test_a_missing_wandb_is_said_before_anything_is_loaded(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     words = ["--task=text", "--policy.path=nowhere", "--data.prompts=nowhere.txt", "--rewards=m:f"]
     assert train.main([*words, "--report_to=wandb", f"--run_dir={tmp_path / 'run'}"]) == 2
-    expected = "error: report_to: wandb is not installed; pip install wandb, or leave it out of report_to\n"
+    expected = 'error: wandb is not installed; run pip install "grpo_jax[logging]"\n'
     assert capsys.readouterr().err == expected and not (tmp_path / "run").exists()

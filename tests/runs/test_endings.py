@@ -1,11 +1,14 @@
 """How runs end that do not come to their end: in one line, which the log keeps; and what goes on from there."""
 
 import contextlib
+import gc
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +17,11 @@ import pytest
 import yaml
 from support.text_task import PATIENCE, ROOT, environment, finished_run, rewound, train_here
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import Stopped, UserError
 from grpo_jax.reports.console import Console
 from grpo_jax.runs import trainer
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.session import Progress
+from grpo_jax.runs.session import Progress, stop_requests
 
 AWAY = """
 import os
@@ -139,6 +142,17 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
     console.close()
     lines = (tmp_path / "train.log").read_text().splitlines()
     assert lines == ["warning: the terminal is gone; the run goes on", "one", "two", "policy     three"]
+
+
+def test_a_signal_inside_the_collector_stops_a_moment_later():
+    def _xla_gc_callback(*_):  # the name of JAX's; what it raises Python prints and drops
+        gc.callbacks.remove(_xla_gc_callback)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Stopped), stop_requests() as stop, stop.at_once():
+        gc.callbacks.append(_xla_gc_callback)
+        gc.collect()
+        time.sleep(PATIENCE)
 
 
 def test_a_checkpoint_that_remembers_other_things_is_of_another_version(tmp_path):

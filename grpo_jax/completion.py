@@ -34,7 +34,7 @@ complete -o filenames -F _grpo grpo"""
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = run_parser("completion", "Prints a script for the shell: source <(grpo completion bash)", reads_run=False)
+    parser = run_parser("completion", "Print a completion script: source <(grpo completion bash)", reads_run=False)
     parser.add_argument("shell", choices=_SHELLS)
     return parser
 

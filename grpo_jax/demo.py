@@ -62,8 +62,8 @@ class Guard:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = run_parser("demo", "Serves a page that asks a trained run, judges included, on this machine alone.")
-    parser.add_argument("--beside", default="start", metavar="NAME", help="Checkpoint beside it (default: start).")
+    parser = run_parser("demo", "Serve a demo page for a trained run and its judges, on this machine only.")
+    parser.add_argument("--beside", default="start", metavar="NAME", help="Second checkpoint (default: start).")
     parser.add_argument("--port", type=int, default=7860, help="Port (default: %(default)s).")
     return parser
 

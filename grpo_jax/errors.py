@@ -21,7 +21,7 @@ EXTRAS = {
     "qwix": "quantised",
     "gradio": "demo",
 }
-"""The extra that brings a module which is imported only where it is needed."""
+"""The extra of each lazily imported module."""
 _SHOWN_CHARACTERS = 140  # shown of a mistake in data
 
 
@@ -292,4 +292,4 @@ def exit_process(code: int) -> NoReturn:
 
 
 ABANDONED = "abandoned "
-"""Prefix of the names of threads that nobody waits for."""
+"""Prefix of the names of threads that are not waited for."""

@@ -1,6 +1,6 @@
 """`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--out FILE]`.
 
-Evaluates a checkpoint on held-out prompts, also of a run in training; it writes nothing to the run's folder.
+Evaluate a checkpoint on held-out prompts, also of a run in training, without writing to the run's folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    description = "Restores a policy from a run directory and measures it on the held-out prompts."
+    description = "Restore a policy from a run directory and measure it on the held-out prompts."
     parser = run_parser("evaluate", description)
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
-    parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
-    parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
-    parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
-    parser.add_argument("--json", action="store_true", help="Print JSON alone.")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
+    parser.add_argument("--samples", type=int, help="Sampled completions per prompt (default: the run's).")
+    parser.add_argument("--temperature", type=float, help="Temperature of these samples (default: the run's).")
+    parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Mesh (default: the run's).")
+    parser.add_argument("--json", action="store_true", help="Print JSON only.")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="Also write the JSON to a file.")
     return parser
 
 

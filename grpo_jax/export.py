@@ -1,6 +1,6 @@
 """`python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]`.
 
-Writes the trained policy as a Hugging Face folder, or only its adapters as a PEFT folder.
+Write the trained policy as a Hugging Face folder, or only its adapters as a PEFT folder.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    description = "Restores a policy from a run directory and writes it as a Hugging Face folder, adapters merged."
+    description = "Restore a policy from a run directory and write it as a Hugging Face folder, with merged adapters."
     parser = run_parser("export", description)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="Type of the weights (default: float32, which rounds nothing away).",
+        help="Type of the weights (default: float32, without rounding).",
     )
     parser.add_argument(
-        "--adapters", action="store_true", help="Write the LoRA adapters alone, in PEFT's format (float32)."
+        "--adapters", action="store_true", help="Write only the LoRA adapters, in PEFT's format (float32)."
     )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
     parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")

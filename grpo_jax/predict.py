@@ -100,7 +100,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is invalid."
+    description = "Print a policy's greedy answer to each prompt, or the prompt itself if the answer is invalid."
     parser = run_parser("predict", description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")

@@ -43,13 +43,13 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = run_parser("recommend", "Asks a trained run for items that a user wants next.")
+    parser = run_parser("recommend", "Recommend a user's next items with a trained policy.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
     source.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
     parser.add_argument("--k", type=int, default=10, help="Items (default: %(default)s).")
     parser.add_argument("--exclude", metavar="FILE", help="Never recommend these: a title or id on each line.")
-    parser.add_argument("--json", action="store_true", help="Print JSON alone.")
+    parser.add_argument("--json", action="store_true", help="Print JSON only.")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python -m grpo_jax.report RUN [--out FILE]`: writes a run's page again."""
+"""`python -m grpo_jax.report RUN [--out FILE]`: write a run's page again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser, short_
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    description = "Writes report.html of a run again, finished or not."
+    description = "Write report.html of a finished or unfinished run again."
     parser = run_parser("report", description, reads_run=False)
     parser.add_argument("run", metavar="RUN", help="Run directory of a training run.")
-    parser.add_argument("--out", metavar="FILE", help="Where to (default: RUN/report.html).")
+    parser.add_argument("--out", metavar="FILE", help="File to write (default: RUN/report.html).")
     return parser
 
 

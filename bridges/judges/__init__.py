@@ -47,7 +47,7 @@ class ModelJudge(Judge):
 
 
 class PipelineJudge(Judge):
-    """Base class of a judge that draws with a pipeline of diffusers."""
+    """Base class of a renderer that is a pipeline of diffusers."""
 
     path: str = "miniature"
     """Folder or hub id of the pipeline, or "miniature"."""
@@ -66,7 +66,7 @@ class PipelineJudge(Judge):
     cache_megabytes: Count = resume_mutable(256)
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
     batch_size: PositiveCount = resume_mutable(32)
-    """Pictures drawn at once."""
+    """Pictures per batch."""
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged."""

@@ -23,12 +23,12 @@ PUBLISHED: dict[str, int] = {
 
 
 class ClipModel(ModelJudge):
-    """Judges pictures and texts by their cosine in the space of a `CLIPModel` of transformers."""
+    """Score pictures and texts by their cosine in the space of a `CLIPModel` of transformers."""
 
     path: str = "yuvalkirstain/PickScore_v1"
     """Folder or hub id."""
     batch_size: PositiveCount = resume_mutable(32)
-    """Pictures or texts encoded at once."""
+    """Pictures or texts per batch."""
 
     def check(self) -> None:
         """Refuse a missing folder, or one with another model, without reading weights."""

@@ -11,12 +11,12 @@ from grpo_jax.config.named import load_object
 
 
 class Function(Judge):
-    """A reward function; named among the rewards, it is one."""
+    """A reward function, for a pool of actors; its name is a reward."""
 
     name: str = ""
     """Import path, package.module:function or file.py:function."""
     options: Options = {}
-    """Arguments of it that are always the same."""
+    """Keyword arguments of the function."""
 
     def __post_init__(self) -> None:
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class HiddenLens(PipelineJudge):
-    """Draws with the miniature's renderer and shows each picture through the lens of its seed.
+    """Draw with the miniature's renderer, and show each picture through the lens of its seed.
 
-    A prompt's pictures share their seed, hence their lens: one of them helps with the next.
+    A prompt's pictures share their seed and lens, so one picture helps with the next.
     """
 
     def load(self, device: str) -> Renderer:

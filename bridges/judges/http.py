@@ -24,33 +24,33 @@ from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError, one_line
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before the second attempt, twice as long before each further one; and the most."""
+"""Seconds before the second attempt, doubled before each further one, and their maximum."""
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes of transient failures."""
 _LONGEST_ANSWER = 2**26  # maximum bytes of a response
 
 
 class Http(Judge):
-    """Judges texts by asking an address; named among the rewards, it is one.
+    """Score texts by a server over HTTP; the judge's name is a reward.
 
-    The address is sent {"prompts": [...], "completions": [...], "columns": {name: [...]}} and answers
+    The server gets {"prompts": [...], "completions": [...], "columns": {name: [...]}} and answers
     {"scores": [...]}, a number or null for each completion.
     """
 
     url: str = resume_mutable("")
-    """Where batches are sent by POST, http:// or https://."""
+    """Address that gets the batches by POST, http:// or https://."""
     columns: Words = []
-    """Columns of the data that are sent beside prompts and completions."""
+    """Columns of the data to send with prompts and completions."""
     headers_from: str = resume_mutable("")
-    """Environment variable with headers for every request, one "Name: value" in a line: keys stand in no config."""
+    """Environment variable with headers for every request, one "Name: value" per line, so that no config holds keys."""
     batch_size: PositiveCount = resume_mutable(64)
-    """Completions of one request."""
+    """Completions per request."""
     concurrency: PositiveCount = resume_mutable(4)
-    """Requests that are on their way at once."""
+    """Concurrent requests."""
     timeout: Positive = resume_mutable(60.0)
-    """Seconds that an answer may take."""
+    """Time limit of a request in seconds."""
     attempts: PositiveCount = resume_mutable(5)
-    """How often a request is made that the network or the server fails, with growing pauses between."""
+    """Attempts per request if the network or the server fails, with growing pauses."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -143,7 +143,7 @@ class _PassingError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: headers with a key go only to the configured judge."""
+    """Refuse redirects, so that headers with a key go only to the configured judge."""
 
     def redirect_request(self, *_: object) -> None:
         """Return no new request, so that a redirect is an error."""

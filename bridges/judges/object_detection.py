@@ -24,7 +24,7 @@ COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown"
 COLOUR_TEXTS = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 RELATIONS = ("left of", "right of", "above", "below")
 NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
-"""GenEval's names of objects that COCO's detectors call otherwise."""
+"""GenEval's names of objects that have other names in COCO's detectors."""
 
 # GenEval's own numbers: score of an object to count, gap of neighbours as a share of their sizes, objects of a kind
 COUNTING_THRESHOLD, POSITION_THRESHOLD, MOST_OBJECTS = 0.9, 0.1, 16
@@ -34,7 +34,7 @@ Box = Sequence[float]
 
 
 class ObjectDetection(ModelJudge):
-    """Judges a picture by a detector's objects: their kinds, numbers, places and colours."""
+    """Score a picture by a detector's objects: their kinds, numbers, places and colours."""
 
     auto = "AutoModelForObjectDetection"
     working_bytes = 2**30
@@ -42,11 +42,11 @@ class ObjectDetection(ModelJudge):
     path: str
     """Folder or hub id of an object-detection model of transformers."""
     threshold: Share = 0.3
-    """Score that an object must exceed; 0.9 where the prompt's tag is "counting"."""
+    """Score that an object must exceed; 0.9 if the prompt's tag is "counting"."""
     partial: bool = False
-    """Score the share of the requested objects that is there, instead of 1 for all of them and else 0."""
+    """Score the share of the requirements that are met, rather than 1 if all are met, else 0."""
     batch_size: PositiveCount = resume_mutable(8)
-    """Pictures looked at at once."""
+    """Pictures per batch."""
 
     def load(self, device: str) -> Detector:
         """Load the detector on "cpu" or "gpu:N".

@@ -16,7 +16,7 @@ PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 class OpenClip(Judge):
-    """Judges pictures and texts by their similarity in CLIP's space."""
+    """Score pictures and texts by their similarity in CLIP's space."""
 
     model: str = "miniature"
     """Open_clip model name, a local folder, or "miniature"."""

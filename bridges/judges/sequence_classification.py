@@ -17,7 +17,7 @@ Message = Mapping[str, str | list[Mapping[str, str]]]
 
 
 class SequenceClassification(ModelJudge):
-    """Judges an answer to its prompt with a reward model; named among the rewards, it is one."""
+    """Score an answer to its prompt with a reward model; the judge's name is a reward."""
 
     auto = "AutoModelForSequenceClassification"
     working_bytes = 2**29
@@ -25,11 +25,11 @@ class SequenceClassification(ModelJudge):
     path: str
     """Folder or hub id of an `AutoModelForSequenceClassification`."""
     label: str = ""
-    """Which of several outputs is the reward; a reward model has one, and none to name."""
+    """Output that is the reward, if the model has several; empty for its only one."""
     batch_size: PositiveCount = resume_mutable(16)
-    """Texts read at once."""
+    """Texts per batch."""
     max_tokens: PositiveCount = 4096
-    """Tokens of a prompt with its answer; of a longer one the beginning is left out."""
+    """Most tokens of a prompt with its answer; a longer text loses its beginning."""
 
     def check(self) -> None:
         """Refuse a missing folder, or one without such a label, without reading weights."""

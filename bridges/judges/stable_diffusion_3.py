@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class StableDiffusion3(PipelineJudge):
-    """Draws pictures with a `StableDiffusion3Pipeline`."""
+    """Draw pictures with a `StableDiffusion3Pipeline`."""
 
     use_t5: bool = True
     """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TextToImage(PipelineJudge):
-    """Draws pictures with any text-to-image pipeline of diffusers."""
+    """Draw pictures with any text-to-image pipeline of diffusers."""
 
     negative_prompt: str = ""
     """Negative prompt, with guidance and eval_guidance above 1; empty for the pipeline's default."""
@@ -27,7 +27,7 @@ class TextToImage(PipelineJudge):
     lora: str = ""
     """Folder, safetensors file or hub id of LoRA weights to add to the pipeline's; empty for none."""
     batch_size: PositiveCount = resume_mutable(8)
-    """Pictures drawn at once."""
+    """Pictures per batch."""
 
     def __post_init__(self) -> None:
         length = self.max_sequence_length

@@ -18,7 +18,7 @@ PROMPT = "{prompt}"
 
 
 class Vqa(ModelJudge):
-    """Judges a picture by P("Yes"): the probability that a model's reply to a question about it begins so."""
+    """Score a picture by P("Yes"), the probability that a model's reply to a question about it begins with "Yes"."""
 
     auto = "AutoModelForImageTextToText"
     working_bytes = 2**30
@@ -32,7 +32,7 @@ class Vqa(ModelJudge):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of its weights."""
     batch_size: PositiveCount = resume_mutable(8)
-    """Pictures looked at at once."""
+    """Pictures per batch."""
 
     def __post_init__(self) -> None:
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)

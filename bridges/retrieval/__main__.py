@@ -16,12 +16,12 @@ from grpo_jax.errors import Parser, UserError, run_cli
 def serve(arguments: Sequence[str]) -> None:
     """Start a service, test it, and wait for Ctrl-C or SIGTERM; UserError if the cluster has one, or no room for it."""
     parser = Parser("python -m bridges.retrieval", description="A retrieval service on Ray.")
-    parser.add_argument("command", choices=["serve"], help="start a service, until Ctrl-C")
+    parser.add_argument("command", choices=["serve"], help="start a service that runs until Ctrl-C")
     parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
     parser.add_argument("--encoder", type=service.absolute, default="tfidf", help="tfidf, or a model's folder or name")
     parser.add_argument("--replicas", type=int, default=1, help="actors that share the queries")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
-    parser.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
+    parser.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default the command starts one")
     asked = parser.parse_args(arguments)
     resources = {"num_gpus": asked.gpus}
     pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)

@@ -17,7 +17,7 @@ class OpenNsfw(Judge):
     threads: int = 1
     """Threads of a look."""
     batch_size: int = 8
-    """Pictures looked at at once."""
+    """Pictures per batch."""
 
     def load(self, device: str = "cpu") -> "SafetyGate":
         """Load the model, which is on the CPU."""

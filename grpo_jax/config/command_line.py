@@ -22,15 +22,15 @@ from grpo_jax.errors import UserError, one_line, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic")
-"""Options that may stand without a value: `--resume` is `--resume=true`."""
+"""Options that need no value: `--resume` is `--resume=true`."""
 _ALONE = ("--print_config", "--debug")
 _OTHERS = (*_ALONE, "--plan", "--version", "--help")
 _ASKED = ("config", "help", "print_config", "debug")
-"""Options that are no fields."""
+"""Options that are not fields."""
 _JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")
-"""An option that says the kind of a judge."""
+"""An option that sets the kind of a judge."""
 _SEVERAL = "--rewards"
-"""The option that takes several words."""
+"""The option with several words."""
 
 _WIDTH = 100  # characters of a line of --help
 _NAMES, _VALUES = 28, 18  # characters of the first screen's columns

@@ -24,7 +24,7 @@ from grpo_jax.config.other_names import REMOVED, hint_for
 from grpo_jax.errors import FieldError, UserError, one_line, short_name, short_repr
 
 KEY = "kind"
-"""The key beside an object's fields that says its class."""
+"""The key that names an object's class, beside its fields."""
 
 COUNT, LENGTH, WIDTH = 2**31 - 1, 2**24, 2**20
 """Upper bounds of a number of steps, of tokens or rows, and of a matrix's width: typing errors are refused early."""
@@ -53,7 +53,7 @@ def _yaml_value(value: Any) -> Any:
 
 
 Options = dict[str, Annotated[Any, BeforeValidator(_yaml_value)]]
-"""Keyword arguments whose types nobody has declared."""
+"""Keyword arguments of undeclared types."""
 
 
 def _split(value: Any) -> Any:
@@ -64,7 +64,7 @@ Each = BeforeValidator(_split)
 """Mark of a list that may be given as text, with commas between its entries."""
 Words = Annotated[list[str], Each]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""Texts of which one may stand alone."""
+"""A list of texts, or a single one."""
 
 
 class Section(BaseModel):
@@ -256,7 +256,7 @@ _WORDS = {
     **{"greater than": "a number >", "less than": "a number <", "valid dictionary": "mapping"},
     **{"valid integer": "whole number", "valid ": "", "a boolean": "true or false"},
 }
-"""Pydantic's words, and ours."""
+"""Pydantic's words, and their replacements."""
 _UNION_MEMBER = re.compile(r"str|int|(list|dict)\[.*|function-.*|json-.*|constrained-.*")
 _NO_VALUE = ": expected a value, it has no default"
 

@@ -25,7 +25,7 @@ ALL_NAMES = {
 }
 """The entry of every name of another program."""
 REMOVED = _one_by_one(TABLES["removed"])
-"""Names that left, by their dotted path, each with its successor; also kinds and configs."""
+"""Removed names, by their dotted path, each with its successor; also kinds and configs."""
 
 
 def fields_of(entry: str) -> list[str]:

@@ -208,7 +208,7 @@ class SamplingSection(Section):
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
     """Exclude tokens below this share of the likeliest token's probability; 0 for none."""
     sampling_mask: Literal["none", "keep"] = "none"
-    """"keep" trains the distribution that is drawn from: log-probabilities in the update are renormalised over the
+    """"keep" trains the sampling distribution: log-probabilities in the update are renormalised over the
     tokens that top_k (needed for it), top_p and min_p kept."""
     stop: Texts = []
     """Texts that end a completion or a turn, like an end token. The tokens up to the end of the text are kept and
@@ -275,8 +275,8 @@ class AlgorithmSection(Section):
     """Cap of the importance weight of a token, the trainer's probability over the sampler's. They differ by older
     weights, top_k, top_p, min_p or number type. 0 for no weight; null: 2 with training.async_level 1, else 0."""
     importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """What importance_cap c does to weights of tokens, or to the product of a sequence's: "truncate" bounds them by c,
-    "mask" drops those outside 1/c to c."""
+    """Use of importance_cap c: "truncate" bounds weights by c, "mask" drops those outside 1/c to c. "token" weights are
+    per token, "sequence" weights are the product over a completion."""
     off_policy_mask_threshold: Positive | None = None
     """Drop a completion with a negative advantage once the mean log-probability of its tokens fell by more than this
     since sampling; null for never."""

@@ -19,9 +19,9 @@ from jax.typing import ArrayLike
 
 ROOT = 0
 NARROW = 32
-"""Children up to which a node's are looked up one by one, in place of the vocabulary."""
+"""Largest number of children that are looked up one by one rather than over the vocabulary."""
 _SHARE = 256
-"""A node has bits of its own where its children are more than this part of V: at most 32 bytes for each of them."""
+"""A node with more children than this share of V stores them as bits, at most 32 bytes for each child."""
 
 
 class Trie(NamedTuple):

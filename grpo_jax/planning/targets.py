@@ -22,7 +22,7 @@ from grpo_jax.planning import GIB, TARGET
 
 _UNTIMED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 _WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
-"""Untimed, Triton finds no tiles for some products."""
+"""Without timing, Triton finds no tiles for some products."""
 
 
 class Gpu(NamedTuple):
@@ -69,7 +69,7 @@ TARGETS: dict[str, Gpu | Tpu] = {
     "v5p": Tpu("TPU v5p", 95 * GIB, 459e12, 2765e9, _CUBE),
 }
 _KNOWN = {(8, 0): "A100", (8, 6): "A10", (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX PRO 6000"}
-"""By capability, a card that Pallas knows; it asks nothing else of it."""
+"""A card that Pallas knows, by capability; Pallas uses nothing else of it."""
 
 
 class Target(NamedTuple):

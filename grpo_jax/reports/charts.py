@@ -10,7 +10,7 @@ from grpo_jax.config.files import Values
 from grpo_jax.tasks.task import Chart, Curve, Display, of_turns
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
-"""Where the axes are in page.html's drawing of 320 x 190."""
+"""Position of the axes in page.html's drawing of 320 x 190."""
 _MAX_POINTS = 500
 _MAX_MARKS = 100  # maximum points of a line with tooltips
 

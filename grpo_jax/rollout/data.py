@@ -29,7 +29,7 @@ RESERVED_COLUMNS = (
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 
 PICTURE_MARK = "<image>"
-"""In a prompt of plain text, the place of a picture: as often as there are pictures, or never."""
+"""Place of a picture in a prompt of plain text; it occurs once per picture, or never."""
 Result = TypeVar("Result")
 _WORD = 2**32
 # Purposes of a seed: each has its own stream of random numbers.

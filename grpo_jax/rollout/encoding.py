@@ -39,11 +39,11 @@ TokensOf = Callable[[Row, Sequence[int]], list[int]]
 PictureInput = Pictures | PictureStates
 """Pictures as the update takes them: their states where the vision tower is frozen, else to be encoded again."""
 _LONGEST = 4096
-"""Rows that are encoded beforehand, at most, unless they could be too long."""
+"""Most rows that are encoded beforehand; rows that could be too long are always encoded."""
 _TEMPLATE_MARGIN = 8
 _BYTES_PER_TOKEN = 100  # an upper bound, even for runs of spaces
 _COMPARED = 256
-"""Prompts whose tokens are compared: a tokenizer or a template that loses prompts loses all of them."""
+"""Prompts whose tokens are compared; a tokenizer or template that drops prompts drops all of them."""
 
 
 class Encoded(NamedTuple):

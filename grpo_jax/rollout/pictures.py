@@ -25,7 +25,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some of Pillow's others start programs."""
 
 MARGIN = 0.25
-"""Tolerance of floats outside [0, 1], where filters overshoot; they are clipped."""
+"""Tolerance for floats outside [0, 1] from filters that overshoot; they are clipped."""
 
 _STORED_PIXELS = 128  # longer side of a picture that is stored with a run's completions
 

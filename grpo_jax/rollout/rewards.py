@@ -49,7 +49,7 @@ PROGRESS = ("trainer_state", "log_metric")
 """The run's progress, and the function that logs a number: no values of completions."""
 
 WHERE_NAMED = (*MESSAGES, *PROGRESS)
-"""Arguments that a reward gets only where it names them, not by ``**columns``."""
+"""Arguments that a reward gets only if it names them, not by ``**columns``."""
 
 
 class Maker(NamedTuple):

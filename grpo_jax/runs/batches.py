@@ -33,7 +33,7 @@ from grpo_jax.training.estimators import Objectives, informative_groups, make_tu
 from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables
 
 Locks = defaultdict[str, threading.Lock]
-"""Of the stages of batches that are on their way at once."""
+"""Locks of the stages, shared by concurrent batches."""
 _DRAW_STREAM = 2**31 - 5
 _RESAMPLE_ROUNDS = 3  # maximum further draws of one iteration
 _AHEAD = "rollout ahead"

@@ -30,9 +30,9 @@ from grpo_jax.tasks.task import Info
 from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32
-"""Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
+"""Prompts per chunk with pictures, to limit the pictures in memory and to judge while the policy samples."""
 TEXT_CHUNK = 256
-"""Prompts that travel together where there are no pictures."""
+"""Prompts per chunk without pictures."""
 
 Statistics = dict[str, dict[str, list[float]]]
 """By measure and statistic ("mean@8", "pass@1", …): the mean over prompts and the bounds of its 95 % interval."""

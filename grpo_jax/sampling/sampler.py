@@ -115,7 +115,7 @@ def make_sampler(
 
 
 class State(NamedTuple):
-    """What a program of the decoding loop returns."""
+    """Result of a program of the decoding loop."""
 
     samples: Samples
     loop: Loop

@@ -30,7 +30,7 @@ class Environment(Task):
     """Class of the environment, package.module:Class or file.py:Class, made without arguments for each episode.
     Several as a list, or as {class: share of the prompts}."""
     seeds: PositiveCount = 1024
-    """Number of training episodes, which repeat; further ones are held out."""
+    """Number of training seeds, which repeat; validation and test have 64 further seeds each."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "sampling": {"turns": 4, "max_new_tokens": 64, "max_observation_tokens": 64},

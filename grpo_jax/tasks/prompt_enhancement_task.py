@@ -25,7 +25,7 @@ DEFAULT_REWARDS = (
 
 
 class PromptEnhancement(PictureTask):
-    """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
+    """Rewrite prompts for a text-to-image model; judges.renderer draws them, judges.scorer scores the pictures."""
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
 

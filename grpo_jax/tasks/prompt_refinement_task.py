@@ -30,7 +30,7 @@ DEFAULT_REWARDS = (RewardSection(name="alignment"), RewardSection(name="length",
 
 
 class PromptRefinement(PictureTask):
-    """Rewrites prompts in several turns: judges.renderer draws each, the policy sees it, and writes a better one.
+    """Rewrite prompts in several turns: judges.renderer draws each, the policy sees it, and writes a better one.
 
     All pictures of a prompt are drawn from the same noise.
     """

@@ -57,7 +57,7 @@ _OPENING = _begins(rf"(?:sure|certainly|of course|okay|ok|absolutely|great|{'|'.
 _DISCLAIMER = _begins(
     r"(?:i|i[’']m|as an?|unfortunately|sorry)\b[^:：]*\b(?:but|however),? (?=here(?:[’']s| is| are)\b)",
 )
-"""Disclaimer of a model that draws nothing, before it gives the prompt after all."""
+"""Disclaimer of a model that cannot draw, before the prompt."""
 _REMARK = _begins(
     r"i(?:[’']d| would) (?:be (?:happy|glad|delighted)|love)\b",
     r"(?:i[’']m |i am )?(?:happy|glad) to\b",
@@ -73,7 +73,7 @@ _CLOSING = re.compile(
     r"|i(?:[’']ve| have) (?:added|rewritten|kept)|this (?:prompt|version|rewrite|revised|enhanced)|\(?note:)\s.*$",
     re.IGNORECASE,
 )
-"""The same behind a prompt, in its line."""
+"""Remark after a prompt, in the same line."""
 _NEGATIVE = re.compile(
     rf"(?:^|(?<=\W))\(?(?:negative[ _]prompts?\b|(?:负面|反向|负向)提示词?)[^:：]{{0,30}}{_COLON}.*$", re.IGNORECASE
 )
@@ -97,7 +97,7 @@ _REFUSAL = _begins(
     r"很?抱歉|对不起|申し訳|lo siento,? (?:pero )?no puedo|désolée?,? (?:mais )?je ne|je suis désolée?,",
     r"es tut mir leid,? (?:aber )?|извините, (?:но )?я не|mi dispiace, (?:ma )?non posso",
 )
-"""Refusal: an apology, or that it cannot help; not any sentence that begins with "I can't"."""
+"""Refusal: an apology or an inability to help; not every sentence that begins with "I can't"."""
 _BULLET = _begins(r"[-*•]\s+", r"\d{1,2}[.)]\s+", r"#+\s+", r">\s+")
 _FENCE = re.compile(r"```(?:\w*\n)?(.*?)(?:```|\Z)", re.DOTALL)
 _MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[?\s*"((?:[^"\\]|\\.)*)')
@@ -173,7 +173,7 @@ def _answer(lines: list[str]) -> str:
 
 
 def _leads_on(line: str) -> bool:
-    """Return whether a line only announces the next."""
+    """Return whether a line only announces the next one."""
     tells = _OPENING.match(line) and re.search(r"\bprompts?\b.*[.!]$", line, re.IGNORECASE)
     return bool(_HEADING.match(line) or line.endswith((":", "：")) or tells)
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 Info = Callable[..., None]
 """info(name, detail) prints a line of a run's opening."""
 State = Any
-"""What `Blocks` change."""
+"""The state that `Blocks` change."""
 Notes = dict[str, Any]
-"""Values that every checkpoint keeps, as JSON has it."""
+"""JSON values that every checkpoint keeps."""
 
 
 class Choices(NamedTuple):
@@ -357,7 +357,7 @@ class Blocks(Protocol):
 
     @property
     def start(self) -> State:
-        """The state at the start, a NamedTuple: its fields are the parts of every checkpoint."""
+        """Return the state at the start, a NamedTuple; its fields are the parts of every checkpoint."""
         ...
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:

@@ -23,9 +23,9 @@ class Text(Task):
 
     environment: str = ""
     """Environment between turns (sampling.turns), package.module:function or file.py:function: step(rows, episodes) →
-    for each an observation, its text alone, or None at the end. data.tools need none."""
+    for each an `Observation`, a text, or None to end the episode; empty with data.tools."""
     pictures: bool = False
-    """The environment shows pictures: load the policy's vision tower."""
+    """Load the policy's vision tower, for an environment that shows pictures."""
     seeds: PositiveCount = 1024
     """Number of prompts of a class of data.tools without data.prompts; a sixteenth as many are held out."""
 

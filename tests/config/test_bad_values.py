@@ -51,7 +51,7 @@ TABLE = f"""
 --task=cartpole --rollout.group_size=8 | rollout: no such field; it was removed: CartPole has algorithm.group_size
 --task=cartpole --judges.renderer.steps=4 | judges: no such field
 --judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is a constant
---judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it was removed: an actor has one
+--judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it was removed: an actor has
 # options
 --seed | --seed: expected a value
 train | train: expected an option, such as --config FILE

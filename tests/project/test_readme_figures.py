@@ -68,7 +68,7 @@ FIGURES = [
     (r"GDPO (\.\d+) to (\.\d+), GRPO", [lambda: over_scales("gdpo", min), lambda: over_scales("gdpo", max)]),
     (r", GRPO (\.\d+) to (\.\d+), RAFT", [lambda: over_scales("grpo", min), lambda: over_scales("grpo", max)]),
     (r", RAFT (\.\d+) to (\.\d+)\]", [lambda: over_scales("raft", min), lambda: over_scales("raft", max)]),
-    (r"on one CPU core (\S+) × faster than with TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
+    (r"one CPU core (\S+) × faster than with TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
 ]  # fmt: skip

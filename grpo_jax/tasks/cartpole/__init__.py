@@ -1,1 +1,1 @@
-"""CartPole: the same algorithms on a task that shows a mistake within seconds, compiled as one function."""
+"""CartPole: the same algorithms on a small task, which shows a bug within seconds, compiled as one function."""

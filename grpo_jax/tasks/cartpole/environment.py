@@ -26,7 +26,7 @@ TIME_STEP = 0.02
 MAX_ANGLE = 12 * 2 * math.pi / 360
 MAX_POSITION = 2.4
 WIDTH = 0.5
-"""Distance from the middle at which "centred" gives nothing any more."""
+"""Distance from the middle at which "centred" becomes 0."""
 
 Policy = Callable[[jax.Array], jax.Array]
 

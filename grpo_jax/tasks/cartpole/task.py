@@ -1,4 +1,4 @@
-"""CartPole: keep a pole upright, entirely in JAX. A mistake in an algorithm shows within seconds.
+"""CartPole: keep a pole upright, entirely in JAX. A bug in an algorithm shows within seconds.
 
 A run has sections of its own: `python -m grpo_jax.train --task cartpole --help all` prints them.
 """

@@ -5,8 +5,8 @@ measures are functions of the next item's rank.
 """
 
 FUSED, RANK = "fused", "rank"
-"""Always watched, last, for the tables; the first where there is a prior."""
+"""Eval rewards for the tables, always last; the first only with a prior."""
 PLACES = ("{history}", "{last}", "{items}")
-"""Placeholders of a template; one of them at least."""
+"""Placeholders of a template, which needs at least one."""
 EVENT_COLUMNS = ("user_id", "item_id", "timestamp")
 """Columns of a CSV of events."""

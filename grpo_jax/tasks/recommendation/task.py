@@ -38,16 +38,16 @@ class PriorSection(Section):
 
 
 class Recommendation(Task):
-    """Write a user's next query; the reward is the rank of the item that came next."""
+    """Write a query for a user's next item, or rank the catalogue; the reward is a function of that item's rank."""
 
     source: str = "dummy"
     """"dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV of events
-    with user_id, item_id and timestamp (`data.columns` renames them); "" must be set."""
+    with user_id, item_id and timestamp (`data.columns` renames them); "" is an error."""
     catalogue: str | None = None
     """Items and titles (.tsv or .csv); null for the dummy world."""
     writes: Literal["query", "title", "item"] = "query"
-    """A completion is a "query", with which the retriever ranks the catalogue; or an item, as its "title" or as the
-    "item"'s own word. Then the policy ranks the catalogue itself."""
+    """With "query" a completion is a query, by which the retriever ranks the catalogue. With "title" or "item" the
+    policy ranks the catalogue itself, and a completion is an item's title or its own word."""
     template: str = "{history}"
     """The prompt, with {history} for the titles, {last} for the newest title, {items} for the items' own words."""
     history_items: PositiveCount = 4
@@ -59,7 +59,7 @@ class Recommendation(Task):
     dummy_users: Length = 2000
     """Users of the dummy world."""
     dummy_items: Length = 2000
-    """Its items, rounded up to a multiple of 280."""
+    """Items of the dummy world, rounded up to a multiple of 280."""
     retrieval: RetrievalSection = Field(default_factory=RetrievalSection)
     """The retriever that ranks the items."""
     prior: PriorSection = Field(default_factory=PriorSection)

@@ -1,4 +1,4 @@
-"""The fault campaign: runs are killed, checkpoints damaged, inputs mutated, and everything must be as promised.
+"""The fault campaign: kill runs, damage checkpoints, mutate inputs, and check the promised outcome.
 
     python benchmarks/campaign.py                                        # the whole
     python benchmarks/campaign.py --seed 7 --kinds kills:5               # a part of it

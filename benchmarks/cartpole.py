@@ -1,4 +1,4 @@
-"""CartPole: grpo_jax against the same algorithm as a plain PyTorch loop (cartpole_torch.py), measured in one run.
+"""CartPole: grpo_jax against the same algorithm as a plain PyTorch loop (cartpole_torch.py).
 
     python benchmarks/cartpole.py [--configs grpo ppo] [--seeds 10] [--out benchmarks/cartpole.json]
 

@@ -1,4 +1,4 @@
-"""Seconds from a command to its first update: nothing compiled yet, and once more with what was kept; beside TRL.
+"""Seconds from a command to its first update: without and with cached programs, and with TRL.
 
     python benchmarks/first_update.py [small default]
 

@@ -1,4 +1,4 @@
-"""GRPO iterations in grpo_jax, put together as `training.update.make_update` does; a worker of grpo_iteration.py."""
+"""GRPO iterations in grpo_jax, composed as in `training.update.make_update`; a worker of grpo_iteration.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of the iteration benchmark, the same for every library: shapes, prompts, reward, and what a worker reports.
+"""The work of the iteration benchmark, the same for every library: shapes, prompts, reward, and report.
 
 Imported by the workers, each in its own environment: the standard library alone, but for `decoder_config`.
 """

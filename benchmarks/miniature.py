@@ -1,4 +1,4 @@
-"""What the default run learns: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
+"""Learning of the default run: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
 
     python benchmarks/miniature.py [--seeds 0 1 2 | --fresh 20] [--variants gdpo grpo raft ppo shuffled scenes]
                                    [--jobs 1] [--out DIR]

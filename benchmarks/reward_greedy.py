@@ -1,4 +1,4 @@
-"""Greedy answers of an adapter that either library wrote, by transformers and PEFT; called by time_to_reward.py."""
+"""Greedy answers of either library's adapter, by transformers and PEFT; called by time_to_reward.py."""
 
 from __future__ import annotations
 

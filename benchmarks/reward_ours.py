@@ -1,4 +1,4 @@
-"""A run of grpo_jax on the sums, by `grpo_jax.run` as a user calls it; a worker of time_to_reward.py.
+"""A run of grpo_jax on the sums by `grpo_jax.run`; a worker of time_to_reward.py.
 
 Variants: values of `policy.remat`.
 """

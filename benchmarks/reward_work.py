@@ -1,4 +1,4 @@
-"""The task of the time to a reward, the same for both libraries: sums, reward, settings, and what a worker reports.
+"""The task of time_to_reward.py, the same for both libraries: sums, reward, settings, and report.
 
 Imported by the workers and by `time_to_reward.py`: the standard library, and `iteration_work`.
 """

@@ -1,4 +1,4 @@
-"""Where GDPO, GRPO and RAFT part: the default run's alignment beside a noisy second reward, in three units.
+"""GDPO, GRPO and RAFT with a noisy second reward: the default run's alignment at three scales.
 
     python benchmarks/several_rewards.py [--arms gdpo grpo raft best shuffled] [--scales 1 0.1 0.01]
                                          [--seeds 200 201 202] [--jobs 1] [--out DIR] [--section.field VALUE ...]

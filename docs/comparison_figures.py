@@ -1,4 +1,4 @@
-"""The pictures of docs/comparison.md, drawn from what docs/comparison.json holds."""
+"""Draw the pictures of docs/comparison.md from docs/comparison.json."""
 
 from __future__ import annotations
 

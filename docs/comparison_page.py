@@ -1,4 +1,4 @@
-"""The text and tables of docs/comparison.md, with every number from docs/comparison.json."""
+"""Text and tables of docs/comparison.md, with every number from docs/comparison.json."""
 
 from __future__ import annotations
 

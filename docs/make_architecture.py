@@ -1,4 +1,4 @@
-"""Draw the rooms of the package and who imports whom, from the imports of every file.
+"""Draw the packages and their imports, from the imports of every file.
 
     python docs/make_architecture.py      # writes docs/images/architecture.svg
 

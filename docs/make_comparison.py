@@ -1,4 +1,4 @@
-"""Makes docs/comparison.md: PPO, GRPO and GDPO on CartPole, measured, drawn and told.
+"""Make docs/comparison.md: PPO, GRPO and GDPO on CartPole, with measurements and pictures.
 
     python docs/make_comparison.py                              # trains on CartPole and rewrites the page
     python docs/make_comparison.py --draw_only                  # page and pictures again, from docs/comparison.json

@@ -1,4 +1,4 @@
-"""Makes the pictures of the README from a finished run.
+"""Make the pictures of the README from a finished run.
 
 pip install -e ".[figures]"
 python docs/make_figures.py --run runs/my_run              # writes docs/images/gallery.png and curves.png

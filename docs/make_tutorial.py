@@ -1,4 +1,4 @@
-"""Makes the pages of the tutorial: runs the cells of docs/tutorial/N_name.py and writes docs/tutorial/N_name.md.
+"""Make the pages of the tutorial: run the cells of docs/tutorial/N_name.py and write docs/tutorial/N_name.md.
 
 pip install -e ".[cartpole,figures]"
 python docs/make_tutorial.py                 # every page, minutes on two cores

@@ -1,4 +1,4 @@
-"""Take pages and links from outside docs/ into the site; its first page begins with the README."""
+"""Add pages and links from outside docs/ to the site; its first page begins with the README."""
 
 import posixpath
 import re

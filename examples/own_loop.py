@@ -1,4 +1,4 @@
-"""GRPO as one reads it: sample groups, judge them, compare within the group, follow the gradient.
+"""GRPO in one file: sample groups, judge them, compare within the group, follow the gradient.
 
     python examples/own_loop.py FOLDER        # any Hugging Face folder of a supported shape
 

@@ -1,1 +1,1 @@
-"""Scripts beside the packages: clusters, install tests, and what trains the miniature."""
+"""Scripts beside the packages: clusters, install tests, and the training of the miniature."""

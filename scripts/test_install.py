@@ -1,4 +1,4 @@
-"""Installs the wheel with one extra at a time into a fresh environment, and runs what is promised of it.
+"""Install the wheel with one extra at a time into a fresh environment, and test it there.
 
     python scripts/test_install.py                                        every extra, one after the other
     python scripts/test_install.py --extra recommendation --python python3.13

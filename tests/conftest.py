@@ -1,4 +1,4 @@
-"""What every test runs under: JAX on CPU, nothing from the network, the same examples every time."""
+"""Settings of every test: JAX on CPU, no network, the same examples every time."""
 
 import atexit
 import gc

@@ -1,4 +1,4 @@
-"""What looking is worth: the policy that sees, its controls, three seeds, the same held-out prompts and noises.
+"""The value of seeing: a policy that sees, its controls, three seeds, the same held-out prompts and noises.
 
     python benchmarks/evidence/vision.py [--arms seeing blind] [--seeds 0 1 2] [--jobs 1] [--out runs/vision_evidence]
                                          [--section.field VALUE …]

@@ -1,4 +1,4 @@
-"""Everything that only a card can tell, in one command; without a card the same at tiny sizes, on the CPU.
+"""All measurements that need a GPU, in one command; without a GPU at tiny sizes on the CPU.
 
     python benchmarks/gpu [--tiny] [--parts correctness handover …] [--out benchmarks/gpu.json]
 

@@ -1,4 +1,4 @@
-"""The same results on the card as on the CPU, and as transformers' on the CPU: kernels, decoder, update and more.
+"""Results on the GPU against the CPU, and against transformers on the CPU: kernels, decoder, update and more.
 
 Products are float32 in full where nothing else is said (`jax.default_matmul_precision("highest")`; a card would
 round them to TF32). What is compared with transformers here the tests compare on the CPU, for more fields.

@@ -1,4 +1,4 @@
-"""Completions written per second: ours, transformers' generate and vLLM, against what reading memory once would take.
+"""Completions per second: ours, transformers' generate and vLLM, against one read of the memory.
 
 The floor of a step is the bytes that must come from memory (weights, the keys and values so far, each prompt's once for
 its group) over the bandwidth measured in this process, or its products over the measured rate, if that is more.

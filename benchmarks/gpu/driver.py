@@ -1,4 +1,4 @@
-"""Runs the parts one after the other, each in a process of its own; writes what they found and prints it as a table."""
+"""Run the parts one after the other, each in its own process; write their results and print a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that an iteration's mathematics asks for: the floor of its time on any machine.
+"""The necessary work of an iteration, which bounds its time on any machine.
 
 Counted is each prompt once for its whole group, causal attention without the masked half, float32; not recomputation,
 padding, norms and softmax. Bytes are those that must come from memory at least once if nothing but the step's own

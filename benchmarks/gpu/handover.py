@@ -1,4 +1,4 @@
-"""Arrays between JAX and torch on one card: the same memory, for as long as either needs it, complete when it is read.
+"""Arrays between JAX and torch on one GPU: shared memory, right lifetime, complete values.
 
 A kernel is in flight when its result is handed over: whether the receiver waited for it shows in the values.
 `in_flight` counts the hand-overs that came before the kernels had ended; where it is 0 nothing was tested.

@@ -1,4 +1,4 @@
-"""What becomes of a measurement: figures, left out with a reason, or failed; kept on disk as soon as it is known."""
+"""The outcome of a measurement: figures, skipped with a reason, or failed; saved as soon as it is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says of a run's programs beside what the card does: the peak within a tenth, the bound below the clock.
+"""The plan of a run's programs against the GPU: the peak within a tenth, the bound below the time.
 
 The plan is compiled as `--plan --target` does it, without timing kernels; the programs run as a run compiles them. The
 card's peak never falls within a process, so the smaller program is first.

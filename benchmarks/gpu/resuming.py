@@ -1,4 +1,4 @@
-"""Runs through the real loop with `deterministic`: stopped after a checkpoint and resumed, they end bit for bit alike.
+"""Runs with `deterministic` through the real loop: stopped and resumed ones equal whole ones bit for bit.
 
 On text the policy is the miniature's and the reward a function; the miniature itself draws and judges pictures too.
 """

@@ -1,4 +1,4 @@
-"""Shapes of Qwen2.5 and Qwen3 with random weights, ours and transformers', as the iteration benchmark's `Case` says."""
+"""Shapes of Qwen2.5 and Qwen3 with random weights, for us and transformers, as the iteration benchmark's `Case`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of what runs on a card, and the most that the card does: measured in the same process, never looked up."""
+"""Seconds of work on a GPU, and the GPU's peak rates, measured in the same process."""
 
 from __future__ import annotations
 

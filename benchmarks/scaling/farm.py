@@ -1,4 +1,4 @@
-"""Judges in a Ray cluster: how much faster many are than one, and what a pool costs.
+"""Judges in a Ray cluster: the speed-up by many, and the overhead of a pool.
 
     python benchmarks/scaling/farm.py [--replicas 1 2 4 8] [--seconds 0.5] [--batches 8] [--no_miniature] [--json FILE]
 

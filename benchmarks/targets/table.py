@@ -1,4 +1,4 @@
-"""What devices that are not here hold: policies, methods and lengths, compiled for them and not run.
+"""Memory of policies, methods and lengths on absent devices, compiled for them and not run.
 
     python benchmarks/targets/table.py [--targets h100 v5e] [--sizes 0.5B 1.5B 7B] [--methods all lora int8]
         [--lengths 256 1024 4096] [--output benchmarks/targets/table.json]

@@ -1,4 +1,4 @@
-"""A tool: the policy writes a call, the environment answers with its value, the policy answers.
+"""A tool: the policy writes a call, the environment returns its value, and the policy answers.
 
     python -m grpo_jax.train --task examples/calculator/task.py:Calculator --run_dir runs/calculator
 

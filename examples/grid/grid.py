@@ -1,4 +1,4 @@
-"""A world of nine places as a class: walk to the goal, one step a turn.
+"""A world of nine places as an environment class: walk to the goal, one step per turn.
 
 python -m grpo_jax.train --config examples/grid/grid.yaml --run_dir runs/grid
 """

@@ -1,4 +1,4 @@
-"""The game as a class, told what is left: one environment of examples/grid/with_guess.yaml."""
+"""The guessing game as an environment class, with hints: one environment of examples/grid/with_guess.yaml."""
 
 import random
 

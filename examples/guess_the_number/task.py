@@ -1,4 +1,4 @@
-"""A game of several turns: the policy guesses a hidden number, and is told whether that is higher or lower.
+"""A game of several turns: the policy guesses a hidden number, and gets the hint higher or lower.
 
     python -m grpo_jax.train --task examples/guess_the_number/task.py:GuessTheNumber --run_dir runs/guess
 

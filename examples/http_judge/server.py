@@ -1,4 +1,4 @@
-"""A judge behind HTTP: what the judge kind `http` asks, with Python's own server.
+"""A judge behind HTTP, for the judge kind `http`, with Python's own server.
 
     python examples/http_judge/server.py 8000
     python -m grpo_jax.train --task text … --judges.brevity http --judges.brevity.url http://127.0.0.1:8000/score \

@@ -1,4 +1,4 @@
-"""How good a picture looks, by an aesthetic head on CLIP's features, such as LAION's predictors.
+"""Aesthetic score of a picture, by a head on CLIP's features, such as LAION's predictors.
 
     python -m grpo_jax.train --config my.yaml --judges.beauty examples/judges/aesthetic.py:Aesthetic \
         --judges.beauty.head head.safetensors \

@@ -1,4 +1,4 @@
-"""Likeness of pictures by DINOv2 (Oquab et al. 2023, arXiv:2304.07193), as a reward.
+"""Similarity of pictures by DINOv2 (Oquab et al. 2023, arXiv:2304.07193), as a reward.
 
     python -m grpo_jax.train --judges.likeness examples/judges/dino.py:Dino --rewards '["alignment", "likeness"]'
 

@@ -1,4 +1,4 @@
-"""Text in pictures, read by RapidOCR: PaddleOCR's PP-OCRv4 as ONNX files.
+"""Text in pictures, read by RapidOCR (PaddleOCR's PP-OCRv4 as ONNX files).
 
     pip install "rapidocr-onnxruntime>=1.4"
     python -m grpo_jax.train --judges.text examples/judges/ocr.py:Ocr --rewards '["alignment", "text"]'

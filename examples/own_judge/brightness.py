@@ -1,4 +1,4 @@
-"""A judge of one's own in one file: how bright pictures are, with no model at all.
+"""A judge of your own in one file: the brightness of pictures, without a model.
 
     python -m grpo_jax.train --judges.brightness examples/own_judge/brightness.py:Brightness \
         --rewards '[{"name": "alignment"}, {"name": "examples/own_judge/brightness.py:dark", "weight": 0.5}]'

@@ -1,4 +1,4 @@
-"""A task of one's own, whole: reach a number from three others, such as "7 from 2 3 4" → "3 plus 4".
+"""A whole task of your own: reach a number from three others, such as "7 from 2 3 4" → "3 plus 4".
 
     python -m grpo_jax.train --task examples/own_task/task.py:Countdown --run_dir runs/countdown
 

@@ -1,1 +1,1 @@
-"""What trains and measures the miniature of `bridges.miniature`: run as `python -m scripts.miniature.build`."""
+"""Training and measurement of the miniature of `bridges.miniature`: `python -m scripts.miniature.build`."""

@@ -1,4 +1,4 @@
-"""True pictures of the miniature's two worlds: what its networks are trained on, and the checkers must read."""
+"""True pictures of the miniature's two worlds: training data of its networks, and test data of the checkers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ``AutoencoderKL`` that hands pictures through: at 32×32 the diffusion happens in pixels.
+"""An ``AutoencoderKL`` that is the identity, so that at 32×32 the diffusion happens in pixels.
 
 Its weights are set, not trained. Residual branches are switched off by zero convolutions; what remains are two
 group normalisations and two SiLUs on the way in and on the way out. Each colour travels as the channel group

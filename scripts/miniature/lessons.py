@@ -1,4 +1,4 @@
-"""What the miniature's seeing policy is told before it learns by itself: conversations about pictures.
+"""SFT data of the miniature's policy with pictures: conversations about pictures.
 
 Two kinds. *Recreate*: a picture, and the words that draw it. *Refine*: a request, a prompt for it, the picture that
 came out behind a hidden lens, and a second prompt that undoes the lens. Sound lessons are right throughout and speak of

@@ -1,4 +1,4 @@
-"""How well the miniature's seeing policy starts: what it writes, greedily and through transformers."""
+"""Measure the start of the miniature's policy with pictures: its greedy texts, and those through transformers."""
 
 from __future__ import annotations
 

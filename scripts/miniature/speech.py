@@ -1,4 +1,4 @@
-"""The two ways to speak of the miniature's pictures, and the requests that the package ships.
+"""The two grammars of the miniature's captions, and the package's casual prompts.
 
 The *canonical* grammar names all six attributes, one word each, in one fixed form; it is the only language the renderer
 was trained on. The *casual* grammar is how people ask: other words, loose order, things left unsaid.

@@ -1,4 +1,4 @@
-"""The two ways to speak of the harder world's pictures: canonical captions, and casual requests of six kinds."""
+"""The two grammars of the harder world: canonical captions, and casual requests of six kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives the miniature's policy its start, by supervised learning with the library's own trainer.
+"""Make the miniature's initial policy by SFT with the library's own trainer.
 
 It starts as a pretrained model does: it knows the form of a canonical caption, and has heard of the casual words.
 What it was told each of them means is right in three cases of ten, the same wrong thing in four, anything in the

@@ -1,4 +1,4 @@
-"""Gives the policy of the miniature's harder world its start: that of `train_policy`, with the words of `scenes`."""
+"""Make the initial policy of the miniature's harder world: as `train_policy`, with the words of `scenes`."""
 
 from __future__ import annotations
 

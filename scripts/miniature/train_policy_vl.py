@@ -1,4 +1,4 @@
-"""Gives the miniature's seeing policy its start, by supervised learning in three parts.
+"""Make the miniature's initial policy with pictures by SFT, in three parts.
 
 First the tower alone learns to see, from pictures of all scenes: linear heads, thrown away afterwards, read from its
 states what is shown. Then, with the tower as it is, the language model learns from sound lessons (`lessons`) to

@@ -1,4 +1,4 @@
-"""Trains the miniature's renderer: a ``StableDiffusion3Pipeline`` whose transformer and text encoders are small.
+"""Train the miniature's renderer: a ``StableDiffusion3Pipeline`` with small transformer and text encoders.
 
 Rectified flow in pixels on endless true pictures, both text encoders learning along, on canonical complete
 captions alone (one in twenty empty, for guidance). The loss leans on the pixels of the shape, which are few and

@@ -1,4 +1,4 @@
-"""Trains the renderer of the miniature's harder world (`scenes`), from the first world's weights."""
+"""Train the renderer of the miniature's harder world (`scenes`), from the first world's weights."""
 
 from __future__ import annotations
 

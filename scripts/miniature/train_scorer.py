@@ -1,4 +1,4 @@
-"""Trains the miniature's scorer: an open_clip ``CLIP`` that knows canonical and casual words.
+"""Train the miniature's scorer: an open_clip ``CLIP`` for canonical and casual words.
 
 Half of each batch are variants of the other half, a few attributes changed. Two losses share the similarities: the
 contrastive one (every picture that has all a caption asks for is a positive), and a graded one that asks the cosine

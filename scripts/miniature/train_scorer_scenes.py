@@ -1,4 +1,4 @@
-"""Trains the scorer of the miniature's harder world (`scenes`): an open_clip ``CLIP`` that knows both languages.
+"""Train the scorer of the miniature's harder world (`scenes`): an open_clip ``CLIP`` for both grammars.
 
 Each casual request is filled in to a scene, and that scene is changed in one way for a near miss. Losses are those of
 `train_scorer`, contrastive and graded by the share of what a text asks for that a picture lacks, and the graded one

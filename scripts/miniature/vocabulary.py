@@ -1,4 +1,4 @@
-"""The CLIP tokenizer of the miniature: every word of the world is one token, other words fall into letters."""
+"""The CLIP tokenizer of the miniature: every word of the world is one token, other words become letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hidden lens: plain in what comes out, unknown to the words, and undone by other words."""
+"""The hidden lens: visible in pictures, unknown from words, and undone by other words."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Devices for the parts: the rules for every number of cards, and what JAX is told before it starts."""
+"""Placement of policy and judges on any number of cards, and JAX's settings before it starts."""
 
 import os
 import subprocess

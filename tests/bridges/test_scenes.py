@@ -1,4 +1,4 @@
-"""The miniature's harder world by itself: what its checker reads, what its languages share, what is held out."""
+"""The miniature's harder world: its checker, its two languages, and its held-out combinations."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The miniature world by itself: what its checker reads, what its languages share, what is held out."""
+"""The miniature world: its checker, its two languages, and its held-out combinations."""
 
 import dataclasses
 import gzip

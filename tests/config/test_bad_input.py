@@ -1,4 +1,4 @@
-"""The user's mistakes: one clear line, exit code 2, no traceback, nothing lost."""
+"""Users' errors: one clear line, exit code 2, no traceback, nothing lost."""
 
 import shutil
 

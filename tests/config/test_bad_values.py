@@ -1,4 +1,4 @@
-"""Mistakes in a config: each is one line with the field, what was expected and what came, or the nearest name."""
+"""Errors in a config: one line with the field, the expected value and the given one, or the nearest name."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""One build makes every section of every task: files, Python and saved configs say the same thing."""
+"""Every section of every task is built alike from files, Python and saved configs."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""The command line: it overrides files, knows the fields of task and judges in use; and one name for all commands."""
+"""The command line: overrides of files, fields of the task and judges in use, and one name for all commands."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What --help prints: a screen that leads on, a section, a field, all of them; with the values in force."""
+"""The output of --help: first screen, section, field and all fields, with current values."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Input that is odder than a slip: broken run directories, numbers beyond all bounds, names that no file has."""
+"""Unusual input: broken run directories, numbers out of all bounds, impossible file names."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against the plain formula, and their claim on memory."""
+"""Chunked log-probabilities against the plain formula, and their memory."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Masked values have no influence on statistics; which groups take part. tests/oracles has the numbers."""
+"""Masked values have no influence on statistics; groups with and without signal. tests/oracles has the numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""PPO's losses against loops written as its implementations write them."""
+"""PPO's losses against loops in the form of its implementations."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Returns and GAE against sums written out, and how episodes end."""
+"""Returns and GAE against explicit sums, and the ends of episodes."""
 
 import jax
 import jax.numpy as jnp

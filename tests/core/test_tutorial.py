@@ -1,4 +1,4 @@
-"""Which way the penalties on KL pull: their expected gradients, exactly.
+"""The expected gradients of KL penalties, computed exactly.
 
 Expectations over tokens are sums over a small vocabulary, weighed by probability: no sampling noise.
 """

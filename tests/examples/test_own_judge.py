@@ -1,4 +1,4 @@
-"""Judges beside the task's own: one from a file, a detector, and further models of one kind, each by its name."""
+"""Judges beside the task's own: one from a file, a detector, and several of one kind with different names."""
 
 import itertools
 import json

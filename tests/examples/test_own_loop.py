@@ -1,4 +1,4 @@
-"""The loop in one file does what the trainer does."""
+"""The one-file loop gives the trainer's results."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A task of one's own in one file: its fields, its judge, its measures and its table, through the command."""
+"""A user's task in one file: its fields, judge, measures and table, through the command."""
 
 import json
 

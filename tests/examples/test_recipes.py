@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes, run as they stand: their files are written, their commands called one after the other.
+"""The recipes of docs/recipes: their files are written, and their commands run in order.
 
 A block below a line that begins with a name is that file. The commands of a `bash` block work; those of an `sh` block
 are refused, each with its line of the `text` block behind them. Trainings are cut short by options behind their own.

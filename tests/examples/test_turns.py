@@ -1,4 +1,4 @@
-"""Tools and games in turns through the command: a calculator that is called, a number that is guessed.
+"""Tools and games in turns through the command: calls of a calculator, guesses of a number.
 
 The game is wide: tests/turns has runs of episodes, tests/runs/test_measures.py what is measured of turns.
 """

@@ -1,4 +1,4 @@
-"""The pages of docs/tutorial run, and say what they print: docs/make_tutorial.py, without drawing."""
+"""The pages of docs/tutorial run and show their own output: docs/make_tutorial.py, without drawing."""
 
 import ast
 import importlib

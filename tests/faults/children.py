@@ -1,4 +1,4 @@
-"""Training commands in forked children: a process of its own for each, without the seconds that imports take.
+"""Training commands in forked children: a separate process each, without the seconds of imports.
 
 The process that forks must have imported everything and started no device of JAX: see `benchmarks/campaign.py`.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that a disk, or somebody, has damaged: noticed, named, and the one before is used."""
+"""Damaged checkpoints: the damage is noticed and named, and the checkpoint before is used."""
 
 import random
 import shutil

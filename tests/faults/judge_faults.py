@@ -1,4 +1,4 @@
-"""What a reward can do wrong, by name: the text of a module whose `judged` does it, and the rewards that remain."""
+"""Faults of a reward by name: the text of a module whose `judged` has the fault, and the other rewards."""
 
 from typing import Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped at random moments of every phase, and resumed: each must be the run that never was.
+"""Runs that are killed or stopped at random moments of every phase, and resumed: each must equal an undisturbed run.
 
 A reference run measures how long each call of each phase takes; a fault comes in one of these calls, after a random
 part of that time.

@@ -1,4 +1,4 @@
-"""What a fault came to: what every kind of fault in this folder yields, one by one."""
+"""The outcome of a fault, which every kind of fault in this folder yields."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The runs that faults are tried on, each small and each with something of its own to lose; and what is equal."""
+"""The runs that faults are tried on, all small and with different state, and their comparison."""
 
 import json
 from pathlib import Path

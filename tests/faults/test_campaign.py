@@ -1,4 +1,4 @@
-"""A small part of the fault campaign, the same one every time; `python benchmarks/campaign.py` has all of it."""
+"""A small, constant part of the fault campaign; `python benchmarks/campaign.py` runs all of it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Judges that fail in every way there is: named in one line where that stops a run, else no reward, never a number."""
+"""Judges that fail in every known way: one line if the run stops, else a missing reward, never a number."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Several threads are slower than one where products are as small as those of tiny pipelines."""
+"""One thread, because products of tiny pipelines are slower with several."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""CLIP models of transformers against transformers itself: features, cosines, batches, sizes, and errors that help."""
+"""CLIP models of transformers against transformers itself: features, cosines, batches, sizes, errors."""
 
 import json
 import re

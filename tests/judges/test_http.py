@@ -1,4 +1,4 @@
-"""A judge behind HTTP: the example's server, one that fails, and what a run is told when it has no answer."""
+"""A judge behind HTTP: the example's server, one that fails, and the messages of a run without answers."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The scorer against open_clip itself: same features, same preprocessing, and errors that help."""
+"""The scorer against open_clip itself: features, preprocessing, errors."""
 
 import json
 import shutil

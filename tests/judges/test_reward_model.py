@@ -1,4 +1,4 @@
-"""Reward models against transformers itself: one at a time what they say in batches, and errors that help."""
+"""Reward models against transformers itself: equal scores singly and in batches, and errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Judges through the command: a reward model and a server named as rewards, beside rewards that wait; what is told."""
+"""Judges through the command: a reward model and a server as rewards, async rewards, and messages."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The renderer against diffusers itself: same pictures, same window, and errors that help."""
+"""The renderer against diffusers itself: pictures, text window, errors."""
 
 import json
 import shutil

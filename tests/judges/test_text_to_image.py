@@ -1,4 +1,4 @@
-"""Any pipeline of diffusers as a judge: the pictures, windows and weights are those of diffusers itself."""
+"""Any pipeline of diffusers as a judge: pictures, windows and weights equal those of diffusers."""
 
 import json
 import shutil

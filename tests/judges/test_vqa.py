@@ -1,4 +1,4 @@
-"""P("Yes") against transformers itself, one picture at a time; and the rewards that ask for it."""
+"""P("Yes") against transformers itself, one picture at a time, and the rewards that use it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What architectures must hold beyond their logits: transformers' greedy tokens, and positions that end."""
+"""Properties of architectures beyond logits: transformers' greedy tokens, and limited positions."""
 
 import dataclasses
 from collections.abc import Callable

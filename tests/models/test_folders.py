@@ -1,4 +1,4 @@
-"""Hugging Face folders: bit-equal round trips, what passes through, and one clear error for each flaw."""
+"""Hugging Face folders: bit-equal round trips, preserved files, and one clear error for each flaw."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Layers apart with projections joined, as on a CUDA device, against stacks on a CPU."""
+"""Unstacked layers with fused projections, as on a CUDA device, against stacks on a CPU."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Policies by hub id: from the local cache, from a hub (a small server that speaks its protocol), and errors."""
+"""Policies by hub id: from the local cache, from a small server with the hub's protocol, and errors."""
 
 import json
 import os

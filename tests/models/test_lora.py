@@ -1,4 +1,4 @@
-"""LoRA as it is trained: what the state holds, what a run writes, and where it starts again."""
+"""LoRA in training: the state, the written files, and restarts."""
 
 import importlib.util
 import json

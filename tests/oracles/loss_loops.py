@@ -1,4 +1,4 @@
-"""Policy losses as loops over single tokens, and the batches and choices that the tests of losses share."""
+"""Policy losses as loops over single tokens, and batches and settings for the tests of losses."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What the outside oracles share: a case runs our function and another's on the same random numbers.
+"""Common parts of the oracles: a case runs our function and another library's on the same random numbers.
 
 The tests assert that the two agree; docs/make_oracles.py tabulates by how much they differ.
 """

@@ -1,4 +1,4 @@
-"""The cases of oracle.py whose oracle is rlax or optax; rlax looks at one trajectory at a time, unmasked."""
+"""The cases of oracle.py whose oracle is rlax or optax; rlax takes one unmasked trajectory at a time."""
 
 import warnings
 

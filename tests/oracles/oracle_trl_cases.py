@@ -1,4 +1,4 @@
-"""The cases of oracle.py whose oracle is TRL: every preset it has, in every setting both can express."""
+"""The cases of oracle.py whose oracle is TRL: every preset, in every setting that both support."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The cases of oracle.py whose oracle is TRL and whose subject is what takes part, and rewards before the loss."""
+"""The cases of oracle.py whose oracle is TRL: selection of tokens and rows, and rewards before the loss."""
 
 import numpy as np
 from oracles.oracle import Case, Compared, policy_batch

@@ -1,4 +1,4 @@
-"""Python in the pages runs: the blocks of a page one after the other, where a reader stands who has what they name."""
+"""The Python of the pages runs, one block after the other, with the files that a page names."""
 
 import json
 import math

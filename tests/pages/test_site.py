@@ -1,4 +1,4 @@
-"""docs/ as a site: it builds without a warning, asks no other host for anything, and has every public name."""
+"""docs/ as a site: it builds without a warning, uses no other host, and has every public name."""
 
 import importlib
 import inspect

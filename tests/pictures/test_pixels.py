@@ -1,4 +1,4 @@
-"""A picture drawn in torch reaches the tower over dlpack, as the folder's processor prepares it."""
+"""A picture rendered in torch reaches the tower over dlpack, prepared as by the folder's processor."""
 
 import json
 import sys

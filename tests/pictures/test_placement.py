@@ -1,4 +1,4 @@
-"""Placeholders of pictures stand where the Hugging Face processor puts them, and nobody can write one."""
+"""Placeholders of pictures have the Hugging Face processor's positions, and no text can contain one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Pictures are prepared as the folder's own processor prepares them, and its settings are read whole or refused."""
+"""Pictures are prepared by the folder's own processor, whose settings are honoured or refused."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Rows with pictures in every form that people have them: read alike, checked, split, given to rewards."""
+"""Rows with pictures in all supported forms: reading, checks, splits, rewards."""
 
 import base64
 import dataclasses

@@ -1,4 +1,4 @@
-"""Policies that see: which parts of the tower are loaded, in which types, and which settings are refused."""
+"""Policies with a vision tower: its loaded parts, their types, and refused settings."""
 
 import json
 import shutil

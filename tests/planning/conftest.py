@@ -1,4 +1,4 @@
-"""What tests of plans have in common."""
+"""Fixtures of the tests of plans."""
 
 import jax
 import pytest

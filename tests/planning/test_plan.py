@@ -1,4 +1,4 @@
-"""--plan: its figures are those of the arrays and programs that a run makes; its words and exit codes."""
+"""--plan: its figures equal those of a run's arrays and programs; its text and exit codes."""
 
 import json
 from pathlib import Path

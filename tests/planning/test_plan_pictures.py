@@ -1,4 +1,4 @@
-"""Plans of policies that see: the tower's weights, the pictures' tokens, what seeing takes."""
+"""Plans of policies with a vision tower: its weights, the pictures' tokens, and its memory."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every program of the shipped configs and of the methods compiles for a GPU and for a TPU that are not here.
+"""Every program of the shipped configs and of the methods compiles for an absent GPU and TPU.
 
 One layer, and narrow ones for all but one case: what a width changes is the time that libtpu takes.
 """

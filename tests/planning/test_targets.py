@@ -1,4 +1,4 @@
-"""--plan --target: devices that are not here, the work of programs, words and exit codes."""
+"""--plan --target: absent devices, the work of programs, text and exit codes."""
 
 import importlib.util
 import json

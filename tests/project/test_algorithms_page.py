@@ -1,4 +1,4 @@
-"""The code of docs/algorithms.md runs and prints what it says; its names exist."""
+"""The code of docs/algorithms.md runs with the printed output, and its names exist."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What the benchmark for a card says of itself without one: all its parts have measurements."""
+"""The GPU benchmark without a GPU: all its parts have measurements."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The PyTorch peer of the CartPole benchmark is the same algorithm: one rollout, the same loss and gradient."""
+"""The PyTorch peer of the CartPole benchmark is the same algorithm: rollout, loss and gradient are equal."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""What README and docs name is there: command lines parse, fields and files exist, imports in code lead somewhere."""
+"""Names in README and docs: command lines parse, fields and files exist, imports resolve."""
 
 import importlib
 import itertools

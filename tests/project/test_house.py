@@ -1,4 +1,4 @@
-"""The layout of the packages: who may import whom, and what loads when."""
+"""The layout of the packages: allowed imports, and lazy loading."""
 
 import graphlib
 import re

@@ -1,4 +1,4 @@
-"""What docs/security.md says of files that come from elsewhere: nothing in them is run."""
+"""The claims of docs/security.md about untrusted files: nothing in them is executed."""
 
 import ast
 import pickle

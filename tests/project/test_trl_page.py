@@ -1,4 +1,4 @@
-"""The page for users of TRL is that of the table of hints, which has every name of the TRL that is installed."""
+"""The page for users of TRL equals the table of hints, which has every name of the installed TRL."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""The source archive and the wheel made of it hold what a user needs, which runs outside the checkout."""
+"""The source archive and its wheel hold all that a user needs, and run outside the checkout."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The output of a run: terminal, log, metrics and completions, also of one that was killed and resumed."""
+"""The output of a run: terminal, log, metrics and completions, also after a kill and a resume."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""report.html: charts that are where their values are, a page that stands alone and tells the result."""
+"""report.html: charts at the right values, one self-contained page, and the result."""
 
 import re
 from html.parser import HTMLParser

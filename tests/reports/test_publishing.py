@@ -1,4 +1,4 @@
-"""A trained policy on the hub: pushed by the hub's own library to a server that speaks the few words it needs."""
+"""A trained policy on the hub, pushed by the hub's library to a small server."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""`grpo report`: a run's page again from what lies in its directory."""
+"""`grpo report`: a run's page again, from the files of its directory."""
 
 import io
 import json

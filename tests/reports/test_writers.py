@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked."""
+"""Metric writers: metrics.jsonl always, TensorBoard and Weights & Biases on request."""
 
 import io
 import json

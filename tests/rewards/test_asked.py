@@ -1,4 +1,4 @@
-"""What rewards ask of the run, chat messages too, and how many ways name them: by command and from Python."""
+"""Arguments of rewards, chat messages too, and the ways to name rewards, by command and from Python."""
 
 import functools
 import importlib

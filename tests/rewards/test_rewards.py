@@ -1,4 +1,4 @@
-"""The rewards that ship with the package, on what policies write: each case is one that a simpler rule gets wrong."""
+"""The package's rewards on typical completions; a simpler rule would fail each case."""
 
 import inspect
 

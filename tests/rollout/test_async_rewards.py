@@ -1,4 +1,4 @@
-"""Rewards that are `async def`: they wait at the same time, and what they do wrong is told as of any other."""
+"""`async def` rewards run concurrently, and fail with the same messages as others."""
 
 import asyncio
 import threading

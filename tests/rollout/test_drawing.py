@@ -1,4 +1,4 @@
-"""Dynamic sampling: which prompts are drawn, which groups are kept."""
+"""Dynamic sampling: drawn prompts and kept groups."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Data of every kind gives the same rows; what is said around a prompt is the config's, in training and after it."""
+"""Data of every kind gives the same rows; instruction and messages follow the config, during and after training."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How judges become the environment: honest baselines, judges that fail."""
+"""Judges in a rollout: true baselines, and judges that fail."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A data set stays where it lies: rows are made when they are drawn, and are those that lists of them would hold."""
+"""A large data set stays on disk: rows are made on access, and equal those of a list."""
 
 import gc
 import hashlib

@@ -1,4 +1,4 @@
-"""Policy folders that lose the prompts or have no positions for them are refused before their weights are loaded."""
+"""Policy folders that drop prompts, or lack positions for them, are refused before their weights load."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Marks such as <|im_end|> in what a user writes stay text, and ordinary prompts keep the tokens they always had."""
+"""Marks such as <|im_end|> in a user's text stay text, and ordinary prompts keep their tokens."""
 
 import pytest
 from support.encoded_prompts import format_prompt

@@ -1,4 +1,4 @@
-"""Chunks at work: same results as a loop, real overlap, no way to hang. Events instead of timed assertions."""
+"""The pipeline of chunks: the results of a loop, real overlap, no hangs. Events instead of timed assertions."""
 
 import contextvars
 import threading

@@ -1,4 +1,4 @@
-"""Rows of a data set: read with all mistakes named at once, split the same each time, visited in a fixed order."""
+"""Rows of a data set: all errors in one message, a constant split, a constant order."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a chat template is told beside the messages: tools and options, which must reach it or be refused."""
+"""Inputs of a chat template beside the messages: tools and options, which must reach it or are refused."""
 
 import datetime
 import json

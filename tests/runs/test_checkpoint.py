@@ -1,4 +1,4 @@
-"""Checkpoints: exact restore, whole at any moment, and clear errors."""
+"""Checkpoints: exact restore, complete at any moment, clear errors."""
 
 import resource
 import shutil

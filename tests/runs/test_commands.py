@@ -1,4 +1,4 @@
-"""What a finished run is good for: evaluate, export and predict; and the user's own task from the README."""
+"""Commands on a finished run: evaluate, export and predict; and the README's own task."""
 
 import json
 import os

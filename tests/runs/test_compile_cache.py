@@ -1,4 +1,4 @@
-"""What one run compiled the next one finds on the disk, unless JAX was told otherwise."""
+"""The cache of compiled programs: a second run finds those of the first, unless JAX's settings differ."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""No step of training compiles twice, and the way from the command to the loss is short enough to read."""
+"""No step of training compiles twice, and the call stack from command to loss is short."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`grpo demo`: what it says of a prompt is what `evaluate` measures; the page in a browser, and what it refuses."""
+"""`grpo demo`: its scores equal those of `evaluate`; the page in a browser, and refused requests."""
 
 import asyncio
 import http.client

@@ -1,4 +1,4 @@
-"""A run's folder: written whole or not at all, never overwritten, cut back exactly."""
+"""The run directory: atomic writes, no overwriting, exact truncation."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""How runs end that do not come to their end: in one line, which the log keeps; and what goes on from there."""
+"""Early ends of runs: one line, which the log keeps, and resuming."""
 
 import contextlib
 import gc

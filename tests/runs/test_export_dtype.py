@@ -1,4 +1,4 @@
-"""What was trained is not rounded away at the end: a bfloat16 folder, tiny updates, and the folder that is written."""
+"""Training results survive the export: a bfloat16 folder, tiny updates, and the written folder."""
 
 import json
 import shutil

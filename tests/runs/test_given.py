@@ -1,4 +1,4 @@
-"""Prompts and rewards that `run` is given in Python: what they mean, and that its folder is enough to go on."""
+"""Prompts and rewards passed to `run` in Python, and resuming from the run directory alone."""
 
 import importlib
 import json

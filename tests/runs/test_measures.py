@@ -1,4 +1,4 @@
-"""What a run says of itself is what it maximises, and what it computed: best, total, improvement, charts, seconds.
+"""A run reports its objective and its computations: best, total, improvement, charts, seconds.
 
 A judge that turns during the run: from the third validation on, every completion earns much of the easy reward
 without the hard one that it waits for. One process dies after three iterations and another goes on.

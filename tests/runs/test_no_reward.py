@@ -1,4 +1,4 @@
-"""A run in which no completion ever has a reward: it stops, says so, and goes on once there are some."""
+"""A run in which no completion gets a reward: it stops with a message, and resumes once there are rewards."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the update is left out and counted, and after a few in a row the run stops."""
+"""A non-finite loss or gradient: the update is skipped and counted, and a few in a row stop the run."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a resumed run may do otherwise: how memory is used, where things lie, how long it trains. Not what it learns."""
+"""Changes allowed on resume: memory, paths, length of training; not learning."""
 
 import json
 

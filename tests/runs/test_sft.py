@@ -1,4 +1,4 @@
-"""SFT teaches what is sampled: the same tokens may be written, and texts end as the sampler's do."""
+"""SFT matches sampling: the same allowed tokens, and the same ends of texts."""
 
 import json
 import re

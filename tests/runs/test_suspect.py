@@ -1,4 +1,4 @@
-"""What is watched speaks: a measure that falls while the reward rises is told, and never makes the best checkpoint."""
+"""Eval rewards as guards: one that falls while the reward rises is reported, and never makes the best checkpoint."""
 
 import json
 

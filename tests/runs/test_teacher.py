@@ -1,4 +1,4 @@
-"""Choices of what is trained, through the command: a teacher in place of rewards, the distribution drawn from."""
+"""Variants of training, through the command: a teacher instead of rewards, and the sampling distribution."""
 
 import numpy as np
 import pytest

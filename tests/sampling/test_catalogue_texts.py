@@ -1,4 +1,4 @@
-"""Completions that are texts of a catalogue: drawn, ranked and trained, against every text written out."""
+"""Completions from a catalogue: sampled, ranked and trained, against an enumeration of all texts."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a config cannot say of sampling; what it says holds in the run of tests/runs/measuring/test_samples.py."""
+"""Sampling settings that a config refuses; tests/runs/measuring/test_samples.py tests the others in a run."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Stop strings: the token that completes one ends a completion, whichever tokens the policy spells it with."""
+"""Stop strings: the completing token ends a completion, for any tokenisation."""
 
 import dataclasses
 

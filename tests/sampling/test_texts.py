@@ -1,4 +1,4 @@
-"""A policy asked in one call writes what transformers writes."""
+"""`generate` writes the texts of transformers."""
 
 import jax
 import pytest

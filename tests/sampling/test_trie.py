@@ -1,4 +1,4 @@
-"""The tree of a catalogue's texts against dictionaries of dictionaries."""
+"""The trie of a catalogue's texts against dictionaries of dictionaries."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Functions of the core compiled as a whole: each operation by itself would be a program of its own."""
+"""Functions of the core, each compiled as a whole rather than operation by operation."""
 
 import functools
 

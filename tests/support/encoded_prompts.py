@@ -1,4 +1,4 @@
-"""Prompts of plain text as rows, and as the tokens that their completions start from."""
+"""Plain-text prompts as rows and as tokens."""
 
 import numpy as np
 

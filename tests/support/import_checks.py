@@ -1,4 +1,4 @@
-"""Looks for imports that lead nowhere, those inside functions too.
+"""Find imports that cannot be resolved, also inside functions.
 
 The packages are imported. Scripts are read: what they would import of the packages or of the scripts beside them must
 be there, and so must what they take from a module by its name (`trainer.make_update`).

@@ -1,4 +1,4 @@
-"""Imports as the syntax trees have them: what each module of the packages imports, when, and on which line."""
+"""Imports from the syntax trees: the imported module, when, and on which line."""
 
 import ast
 import functools

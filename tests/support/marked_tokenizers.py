@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the kinds that policies come with: their marks, their templates, how they treat spaces."""
+"""Tiny tokenizers of common kinds: their marks, templates, and treatment of spaces."""
 
 import json
 

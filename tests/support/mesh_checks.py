@@ -1,4 +1,4 @@
-"""What tests/models/test_sharding.py looks at, measured on eight simulated devices: JSON to standard output."""
+"""Measurements for tests/models/test_sharding.py on eight simulated devices, as JSON on standard output."""
 
 import dataclasses
 import json

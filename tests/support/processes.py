@@ -1,4 +1,4 @@
-"""The training command as several processes of this machine, which the environment announces to each other."""
+"""The training command as several processes of this machine, joined through the environment."""
 
 import socket
 import subprocess

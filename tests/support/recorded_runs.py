@@ -1,4 +1,4 @@
-"""Records the first iterations of runs that between them take every path, to compare two versions of the code.
+"""Record the first iterations of runs that take all paths, to compare two versions of the code.
 
     PYTHONPATH=tests python -m support.recorded_runs record before.json [NAME …]
     PYTHONPATH=tests python -m support.recorded_runs compare before.json after.json

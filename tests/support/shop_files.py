@@ -1,4 +1,4 @@
-"""A generated world as the files that a user would bring."""
+"""A generated world as a user's files."""
 
 from pathlib import Path
 

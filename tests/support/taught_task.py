@@ -1,4 +1,4 @@
-"""A task of one's own with something to teach: for SFT, and for configs that name a task by its file."""
+"""A user's task with SFT pairs, also for configs that name a task by its file."""
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.prompts import make_prompt_set

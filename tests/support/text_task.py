@@ -1,4 +1,4 @@
-"""A tiny text task, trained through the real command: a policy folder, a prompt file, a judge that can misbehave.
+"""A tiny text task, trained through the real command: a policy folder, a prompt file, a judge that can fail.
 
 What the judge does is set by the environment: JUDGE="action:rows" acts once metrics.jsonl of JUDGE_RUN has that many
 rows.

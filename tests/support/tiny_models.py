@@ -1,4 +1,4 @@
-"""Tiny random models, written as the folders their real counterparts are published as.
+"""Tiny random models, written as the folders of their real counterparts.
 
 Every function takes the folder to write and returns it. Weights are random but fixed.
 """

@@ -1,4 +1,4 @@
-"""Tiny random text-to-image pipelines of diffusers, saved as the folders their real counterparts are published as.
+"""Tiny random text-to-image pipelines of diffusers, saved as the folders of their real counterparts.
 
 Every function takes the folder to write and returns it; pictures are 32 x 32. Weights are random but fixed.
 """

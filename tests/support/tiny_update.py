@@ -1,4 +1,4 @@
-"""A decoder of two small layers and a batch for it: what tests of the update share."""
+"""A decoder of two small layers, and a batch for it, for tests of the update."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Tiny random transformers models to compare with, their weights made large enough to matter."""
+"""Tiny random transformers models to compare with, with weights large enough to matter."""
 
 import copy
 from collections.abc import Sequence

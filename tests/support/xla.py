@@ -1,4 +1,4 @@
-"""What XLA is told by the environment."""
+"""XLA's settings from the environment."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""task.invalid: what an answer earns that cannot be read, so that silence pays no better than a bad rewrite."""
+"""task.invalid: rewards of invalid answers, so that an empty answer earns no more than a bad rewrite."""
 
 import json
 

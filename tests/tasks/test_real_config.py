@@ -1,4 +1,4 @@
-"""The config for the real models, run as it is shipped, with tiny random folders in place of its three paths."""
+"""The configs for real models, with tiny random folders for their three paths."""
 
 import json
 import math

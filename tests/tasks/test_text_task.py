@@ -1,4 +1,4 @@
-"""The user's own rewards: found by import path, called flat, stacked, and never silently 0."""
+"""A user's own rewards: found by import path, called flat, stacked, and never silently 0."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How a batch lies in memory is nobody's business: cut, packed, split or padded, every preset makes the same update."""
+"""The layout of a batch has no effect: trimmed, packed, split or padded, each preset makes the same update."""
 
 from typing import NamedTuple
 

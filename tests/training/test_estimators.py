@@ -1,4 +1,4 @@
-"""The choices of the group estimators: each changes what its help line says, and nothing else."""
+"""The settings of the group estimators: each has the effect of its help line, and no other."""
 
 import jax
 import jax.numpy as jnp

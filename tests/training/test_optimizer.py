@@ -1,4 +1,4 @@
-"""AdamW and Muon as the config asks for them: the schedule, and which weights decay."""
+"""AdamW and Muon from the config: the schedule, and the weights that decay."""
 
 import jax
 import jax.numpy as jnp

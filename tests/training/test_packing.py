@@ -1,4 +1,4 @@
-"""Shared rows: same log-probabilities and gradients as a row for each completion, and no row more than needed."""
+"""Shared rows: the log-probabilities and gradients of separate rows, in the fewest rows."""
 
 import functools
 

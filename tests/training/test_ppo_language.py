@@ -1,4 +1,4 @@
-"""PPO in the language trainer: estimates by hand, one loss for trunk and head, and a run that learns and resumes."""
+"""PPO for language: estimates by hand, one loss for trunk and head, and a run that learns and resumes."""
 
 import jax
 import jax.numpy as jnp

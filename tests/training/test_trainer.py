@@ -1,4 +1,4 @@
-"""The update: splitting a batch changes nothing, frozen weights stay, the reference is as promised."""
+"""The update: invariance to splits, frozen weights, and the reference."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What stands between two of the policy's texts: the chat template's tokens, in which an answer stays text."""
+"""Tokens between two of the policy's texts: those of the chat template, and observations as plain text."""
 
 import pytest
 from support.encoded_prompts import format_prompt

@@ -1,4 +1,4 @@
-"""Episodes of a tiny policy from sampler to gradient: one stream, in which every number is that of long prompts."""
+"""Episodes of a tiny policy from sampler to gradient: one stream, with the numbers of long prompts."""
 
 import functools
 

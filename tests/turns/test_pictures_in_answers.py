@@ -1,4 +1,4 @@
-"""Episodes in which the environment shows pictures: sampler and update see the same."""
+"""Episodes with pictures in observations: sampler and update see the same."""
 
 from functools import partial
 

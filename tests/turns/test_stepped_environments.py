@@ -1,4 +1,4 @@
-"""Environments that are classes: stepped once along every episode, brought back after a stop, of several kinds."""
+"""Environment classes: one step per turn, replay after a stop, several kinds."""
 
 import json
 import math

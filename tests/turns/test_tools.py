@@ -1,4 +1,4 @@
-"""Python functions and TRL's environments as tools: calls read, run and answered as text, through the command."""
+"""Python functions and TRL's environments as tools: calls are parsed, run and answered, through the command."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Judges for pools, in a file that nothing can import: they pause, fail, hang and die as files of a folder say."""
+"""Judges for pools, in a file outside the import path: they pause, fail, hang or die as files of a folder tell them."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A judge in a pool of real Ray actors answers as in process, whichever actor answered and whichever died over it.
+"""A judge in a pool of real Ray actors gives the results of one process, also after actors die.
 
 Starting actors is slow: one pool of two serves all tests, in their order; what goes wrong stands in its folder.
 """

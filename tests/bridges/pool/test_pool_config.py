@@ -1,4 +1,4 @@
-"""The fields of a pool beside a judge's own: read, refused, shown and written back; nothing of Ray is needed."""
+"""The fields of a pool beside a judge's own: reading, refusals, help and saving, without Ray."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""A pool on a cluster that somebody else started: named by its address; what it has not is said at once."""
+"""A pool on an existing cluster, named by its address; missing packages and files are reported at once."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Runs whose judges are in pools: the metrics of a run in one process, whatever dies in between."""
+"""Runs with judges in pools: the metrics of a run in one process, also after actors die."""
 
 import re
 from contextlib import suppress

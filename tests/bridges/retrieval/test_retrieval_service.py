@@ -1,4 +1,4 @@
-"""The retrieval service by its command, in a process and a Ray cluster of its own: who reaches it, what it answers."""
+"""The retrieval service by its command, in a process and a Ray cluster of its own: access and answers."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Configs and command lines of every task, valid ones mutated: parsed, or refused in one line."""
+"""Configs and command lines of every task, valid ones mutated: they parse, or are refused in one line."""
 
 import copy
 import random

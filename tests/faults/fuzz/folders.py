@@ -1,4 +1,4 @@
-"""Policy folders, valid ones mutated: loaded, encoded with and run forward once, or refused in one line; no code runs.
+"""Policy folders, valid ones mutated: they load and run forward once, or are refused in one line; no code runs.
 
 A folder may ask for code (`auto_map`), hold pickles, or break any of its files. What would run leaves a trace.
 """

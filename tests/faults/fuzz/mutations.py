@@ -1,4 +1,4 @@
-"""What all fuzzers share: a case is tried, and comes to something that works or to one clear line."""
+"""Common parts of all fuzzers: a case works or gives one clear line."""
 
 import contextlib
 import functools

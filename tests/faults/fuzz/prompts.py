@@ -1,4 +1,4 @@
-"""Prompt files that a user may hand over, valid ones mutated: `load_prompts` reads them or says in one line why not."""
+"""Prompt files, valid ones mutated: `load_prompts` reads them, or gives the reason in one line."""
 
 import json
 import random

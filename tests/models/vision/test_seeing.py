@@ -1,4 +1,4 @@
-"""Whole models with pictures in their prompts against transformers: positions, logits, gradients, what is written."""
+"""Whole models with pictures in prompts against transformers: positions, logits, gradients, texts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A tower's weights: read from a folder, written back, adapted, placed; and named when something is wrong with them."""
+"""A tower's weights: reading, writing, adapters, placement, and errors."""
 
 from functools import partial
 

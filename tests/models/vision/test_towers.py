@@ -1,4 +1,4 @@
-"""The vision towers against transformers: states, gradients; and what must not change them."""
+"""The vision towers against transformers: states and gradients, and invariances."""
 
 import dataclasses
 from functools import partial

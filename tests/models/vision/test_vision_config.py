@@ -1,4 +1,4 @@
-"""What is read of a vision tower in config.json: every field honoured or refused by name."""
+"""The fields of a vision tower in config.json: each is honoured or refused by name."""
 
 import pytest
 

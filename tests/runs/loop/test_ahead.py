@@ -1,4 +1,4 @@
-"""Sampling ahead: the same however long anything takes, told and corrected for what it is: off-policy by one batch."""
+"""Sampling ahead: results do not depend on timing; batches are off-policy by one, logged and corrected."""
 
 import threading
 

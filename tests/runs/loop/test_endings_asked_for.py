@@ -1,4 +1,4 @@
-"""Who is told of a run and may stop it, and a run that ends early: the same however often it is stopped on the way."""
+"""Callbacks and early ends: results are the same however often a run is stopped."""
 
 import dataclasses
 import io

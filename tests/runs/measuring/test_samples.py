@@ -1,4 +1,4 @@
-"""Several completions of each held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run.
+"""Several completions per held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run.
 
 What its config says of sampling holds there in training, in what is measured, and in `predict`.
 """

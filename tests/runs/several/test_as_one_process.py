@@ -1,4 +1,4 @@
-"""A run over several processes computes what one process on as many devices does."""
+"""A run over several processes gives the results of one process on as many devices."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""One run on several processes of this machine, through the command: as on one, and ended together."""
+"""One run on several processes of this machine, through the command: the results of one, and a common end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tiny random policies that see, as the folders their real counterparts are published as, and data to look at."""
+"""Tiny random policies with a vision tower, as the folders of their real counterparts, and their data."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pictures for judges: floats from 0 to 1 in 256 steps, so that the same ones can be given as 8-bit images."""
+"""Pictures for judges: floats from 0 to 1 in 256 steps, equal to 8-bit images."""
 
 import torch
 from PIL import Image

@@ -1,4 +1,4 @@
-"""Tiny towers of each architecture with the same weights as transformers', and pictures of several sizes for them."""
+"""Tiny towers of each architecture with transformers' weights, and pictures of several sizes for them."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""CartPole's environment and rollouts: the physics, the groups, what ends an episode and what a time limit means."""
+"""CartPole's environment and rollouts: physics, groups, ends of episodes and time limits."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The command on CartPole: without torch, and clear about what it does not understand."""
+"""The command on CartPole: without torch, and with clear errors."""
 
 import json
 import os

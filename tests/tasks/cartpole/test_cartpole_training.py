@@ -1,4 +1,4 @@
-"""Training on CartPole: one compiled block, alike for one seed and for many, and it learns."""
+"""Training on CartPole: one compiled block, equal for one seed and many, and a learning claim."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Compositional prompts: every kind in every split, combinations apart, questions that say what the prompt says."""
+"""Compositional prompts: every kind in every split, disjoint combinations, matching questions."""
 
 import re
 

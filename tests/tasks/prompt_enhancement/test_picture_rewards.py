@@ -1,4 +1,4 @@
-"""Rewards of pictures, with a judge whose space is simple enough to do the sums by hand."""
+"""Rewards of pictures, with a judge whose space allows calculation by hand."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""How a policy's answer becomes the prompt that is drawn."""
+"""The parser from a policy's answer to the rendered prompt."""
 
 import pytest
 from hypothesis import given

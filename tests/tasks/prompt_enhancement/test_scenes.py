@@ -1,4 +1,4 @@
-"""Several objects through the command: the oracle draws every kind, and each kind is measured by itself."""
+"""Several objects through the command: the oracle draws every kind, and each kind is measured separately."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""See and refine: what stands between two prompts, its controls, and both configs as they are shipped."""
+"""Prompt refinement: the observation between two prompts, its controls, and both shipped configs."""
 
 import json
 import math

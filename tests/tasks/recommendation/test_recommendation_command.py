@@ -1,4 +1,4 @@
-"""The recommendation task through the command: each mistake is one line."""
+"""The recommendation task through the command: each error is one line."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The section on one's own catalogue: its commands as they stand, in a folder with files of the forms it shows.
+"""The page's section on one's own catalogue: its commands, with files of the shown forms.
 
 The run itself is wide: test_recommendation_run.py has one, and ranking/test_ranking_titles.py asks a recommender.
 """

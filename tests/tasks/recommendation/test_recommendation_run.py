@@ -1,4 +1,4 @@
-"""A tiny recommendation run from its config to its table, and what stops one: other data, a retriever that dies."""
+"""A tiny recommendation run from config to table, and its refusals: other data, a retriever that dies."""
 
 import json
 import os

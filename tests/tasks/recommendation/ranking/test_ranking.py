@@ -1,4 +1,4 @@
-"""A policy that ranks the catalogue itself: items as texts, ranks, and the prior beside it."""
+"""A policy that ranks the catalogue: items as texts, ranks, and the prior."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A policy that ranks titles: a run through the command, and asking it."""
+"""A policy that ranks titles: a run through the command, and its recommendations."""
 
 import json
 import math

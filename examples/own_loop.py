@@ -1,9 +1,9 @@
 """GRPO in one file: sample groups, judge them, compare within the group, follow the gradient.
 
-    python examples/own_loop.py FOLDER        # any Hugging Face folder of a supported shape
+    python examples/own_loop.py FOLDER        # any Hugging Face folder of a supported architecture
 
-The one-file twin of `python -m grpo_jax.train --task text`: the same functions, with a loop and an optimizer of one's
-own.
+This is `python -m grpo_jax.train --task text` in one file: the same functions, with your own loop and
+optimizer.
 """
 
 import sys
@@ -18,13 +18,13 @@ PROMPTS = ["What is rain?", "What is rust?", "What is fog?", "What is yeast?"]
 
 
 def reward(text: str) -> float:
-    """Short answers that are answers: 1 for one to eight words, less for more, 0 for none."""
+    """Return 1 for one to eight words, less for more, 0 for none."""
     words = len(text.split())
     return 0.0 if words == 0 else min(1.0, 8 / words)
 
 
 def train(folder: str, *, steps: int = 20, group_size: int = 8, max_new_tokens: int = 32, rate: float = 1e-5):
-    """Yields (loss, mean reward) of each step."""
+    """Yield (loss, mean reward) of each step."""
     policy = load_policy(folder)
     sample = make_sampler(
         policy, SamplingParams(group_size, max_new_tokens), eos_ids=policy.eos_ids, pad_id=policy.pad_id

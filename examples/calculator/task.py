@@ -2,9 +2,9 @@
 
     python -m grpo_jax.train --task examples/calculator/task.py:Calculator --run_dir runs/calculator
 
-A policy with random weights learns the form from a careless teacher, who mostly reads a number one too high and at
-times guesses without asking; by GRPO it learns to ask for what it was asked, and to pass on what it is told. Any other
-policy uses the same tool and reward with --task text --task.environment examples/calculator/task.py:step.
+SFT teaches a new policy the form of a call, with mostly wrong numbers and some guesses without a call. By GRPO the
+policy learns to call for the numbers of the prompt, and to answer with the tool's value. Any other policy can use the
+same tool and reward with --task text --task.environment examples/calculator/task.py:step.
 """
 
 import random
@@ -18,23 +18,23 @@ SIGNS = {"plus": 1, "minus": -1}
 
 
 def value(first: int, sign: str, second: int) -> int:
-    """What a sum comes to."""
+    """Return the value of a sum."""
     return first + SIGNS[sign] * second
 
 
 def step(rows, episodes):
-    """The value of a call such as "call 3 plus 4"; whatever else the policy writes is its answer."""
+    """Return the value of a call such as "call 3 plus 4"; any other text is the answer."""
     calls = [re.fullmatch(r"call (\d+) (plus|minus) (\d+)", episode.last.completion) for episode in episodes]
     return [call and str(value(int(call[1]), call[2], int(call[3]))) for call in calls]
 
 
 def right(prompts, completions, *, result, **columns):
-    """1 where the answer is the result; a call is none yet."""
+    """Return 1 if the answer is the result; a call is not an answer."""
     return [float(text == str(expected)) for text, expected in zip(completions, result, strict=True)]
 
 
 def asked(prompts, completions, *, episodes, **columns):
-    """1 where the first turn calls for just what the prompt says: watched, never trained on."""
+    """Return 1 if the first turn calls for the prompt's sum; measured, never trained on."""
     return [
         float(episode.turns[0].completion == f"call {prompt}")
         for prompt, episode in zip(prompts, episodes, strict=True)
@@ -42,12 +42,12 @@ def asked(prompts, completions, *, episodes, **columns):
 
 
 class Calculator(Task):
-    """Sums that a tool works out."""
+    """Compute sums with a tool."""
 
     largest: int = 9
     """Largest number of a sum."""
     lessons: int = 2048
-    """Episodes that the careless teacher shows."""
+    """Episodes of SFT."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},
@@ -62,7 +62,7 @@ class Calculator(Task):
     }
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """All sums whose result is no less than nothing, an eighth of them held out, and again for validation."""
+        """Return all sums with a result of at least 0; an eighth are for testing, an eighth for validation."""
         numbers = range(self.largest + 1)
         sums = [(a, sign, b) for a in numbers for sign in SIGNS for b in numbers if value(a, sign, b) >= 0]
         random.Random(0).shuffle(sums)
@@ -79,11 +79,11 @@ class Calculator(Task):
         )
 
     def repeated(self, rows: Any) -> Any:
-        """As many lessons as there are to be."""
+        """Repeat the sums for the number of lessons."""
         return ((n, rows[n % len(rows)]) for n in range(self.lessons))
 
     def lesson(self, prompt: str, draw: random.Random) -> tuple[str, ...]:
-        """(prompt, call, the tool's answer, answer) in the right form; or, one in five, (prompt, guess)."""
+        """Return (prompt, call, the tool's answer, answer) in the right form; or, one in five, (prompt, guess)."""
 
         def read(number: int) -> int:
             return number + (draw.random() < 0.6)

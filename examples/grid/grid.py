@@ -9,18 +9,18 @@ MOVES = {"north": (-1, 0), "south": (1, 0), "west": (0, -1), "east": (0, 1)}
 
 
 class Grid:
-    """Three rows of three places; a policy made of these words (policy.path "new") learns to walk from nothing."""
+    """Three rows of three places; a new policy of these words (policy.path "new") learns to walk."""
 
     words = (*MOVES, "at", "goal", "1", "2", "3")
 
     def reset(self, seed):
-        """Where it stands and where it should go."""
+        """Return the prompt: the position and the goal."""
         places = [(row, column) for row in (1, 2, 3) for column in (1, 2, 3)]
         self.here, self.goal = random.Random(seed).sample(places, 2)
         return self._seen()
 
     def step(self, text):
-        """1 at the goal, where it ends, and half of it for a step nearer; no move, or one outside, changes nothing."""
+        """Reward 1 at the goal, which ends the episode, and 0.5 for a step nearer; an invalid move has no effect."""
         before = self._distance()
         row, column = (place + move for place, move in zip(self.here, MOVES.get(text, (0, 0)), strict=True))
         if row in (1, 2, 3) and column in (1, 2, 3):

@@ -6,18 +6,18 @@ LARGEST = 7
 
 
 class Guess:
-    """A hidden number from 1 to 7; a policy made of these words (policy.path "new") learns to halve what is left."""
+    """A hidden number from 1 to 7; a new policy of these words (policy.path "new") learns to halve the range."""
 
     words = ("guess", "to", *map(str, range(1, LARGEST + 1)))
 
     def reset(self, seed):
-        """What is left: all numbers."""
+        """Return the prompt: all numbers are possible."""
         self.number = random.Random(seed).randint(1, LARGEST)
         self.low, self.high = 1, LARGEST
         return self._left()
 
     def step(self, text):
-        """1 for the number, where it ends; for another that can be it half of the share that it rules out at least."""
+        """Reward 1 for the number, which ends the episode; for another possible one half of the excluded share."""
         guess = int(text) if text.isdigit() else 0
         if guess == self.number:
             return None, 1.0, True

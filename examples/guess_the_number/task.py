@@ -2,9 +2,9 @@
 
     python -m grpo_jax.train --task examples/guess_the_number/task.py:GuessTheNumber --run_dir runs/guess
 
-The prompt says nothing of the number: what there is to learn is what to guess next. A policy with random weights sees
-games of a teacher who heeds one hint in two; by GRPO, with the rewards of each turn and of those after it
-(algorithm.turn_advantage return), it learns to heed them all, and to halve what is left.
+The prompt does not contain the number, so the policy must learn the next guess. SFT shows a new policy games that use
+one hint in two. By GRPO, with the rewards of each turn and of later turns (algorithm.turn_advantage return), it learns
+to use all hints, and to halve the range.
 """
 
 import random
@@ -15,29 +15,29 @@ from grpo_jax import Task, TaskData, TaskRewards, TaskSetup, TurnEnvironment, Vo
 
 
 def hint(guess: str, number: int) -> str | None:
-    """What is said to a guess; None to the right one, which ends the game, and to what is no number."""
+    """Return the hint to a guess; None, which ends the game, for the right number and for other texts."""
     if not guess.isdigit() or int(guess) == number:
         return None
     return "higher" if number > int(guess) else "lower"
 
 
 def step(rows, episodes):
-    """A hint to each guess."""
+    """Return a hint to each guess."""
     return [hint(episode.last.completion, row.columns["number"]) for row, episode in zip(rows, episodes, strict=True)]
 
 
 def found(prompts, completions, *, number, **columns):
-    """1 for the number, 0 for others: of each turn."""
+    """Return 1 for the number, else 0, in each turn."""
     return [float(text == str(one)) for text, one in zip(completions, number, strict=True)]
 
 
 class GuessTheNumber(Task):
-    """Finds a number by guessing."""
+    """Find a number by guessing."""
 
     largest: int = 7
-    """The number is from 1 to this."""
+    """Largest number; the smallest is 1."""
     lessons: int = 1024
-    """Games of the teacher."""
+    """Games of SFT."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},
@@ -52,7 +52,7 @@ class GuessTheNumber(Task):
     }
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Each number once: nothing is held back, for nothing of it can be known by heart."""
+        """Return each number once; training and test share all, because no prompt contains the number."""
         rows = [{"prompt": f"guess 1 to {self.largest}", "number": n} for n in range(1, self.largest + 1)]
         return TaskData(
             make_prompt_set(rows, rows, rows),
@@ -64,7 +64,7 @@ class GuessTheNumber(Task):
         )
 
     def lesson(self, turns: int, draw: random.Random) -> tuple[str, ...]:
-        """A game: each guess at random among all numbers, or among those that are left."""
+        """Return a game whose guesses are random among all numbers, or among the possible ones."""
         number, said, left = draw.randint(1, self.largest), [], range(1, self.largest + 1)
         for _ in range(turns):
             guess = draw.choice(left if draw.random() < 0.5 else range(1, self.largest + 1))

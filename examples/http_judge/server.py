@@ -4,8 +4,8 @@
     python -m grpo_jax.train --task text … --judges.brevity http --judges.brevity.url http://127.0.0.1:8000/score \
         --rewards '[{"name": "brevity"}]'
 
-A request holds prompts, completions and the columns that the config names; the answer a score for each completion, null
-where none applies. Put your own model into `score`.
+A request has prompts, completions and the columns that the config names. The answer has a score for each completion,
+null for none. Put your own model into `score`.
 """
 
 import json
@@ -14,15 +14,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def score(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
-    """Shorter than its prompt is better; of an empty completion nothing can be said."""
+    """Return a higher score for shorter completions; None for an empty one."""
     return [1 - len(c) / max(len(p), 1) if c else None for p, c in zip(prompts, completions, strict=True)]
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Answers each POST with the scores of its batch; in a thread of its own, as several come at once."""
+    """Answer each POST with the scores of its batch, in a thread of its own for concurrent requests."""
 
     def do_POST(self) -> None:
-        """{"prompts", "completions", "columns"} → {"scores"}."""
+        """Answer {"prompts", "completions", "columns"} with {"scores"}."""
         try:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, answer = 200, {"scores": score(asked["prompts"], asked["completions"], **asked["columns"])}

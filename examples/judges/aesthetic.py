@@ -4,7 +4,7 @@
         --judges.beauty.head head.safetensors \
         --rewards '[alignment, {name: beauty, condition_on: alignment, threshold: 0.25}]'
 
-A beautiful picture of something else is no success: condition the reward on `alignment`.
+Condition the reward on `alignment`, because a beautiful picture may show something else.
 """
 
 import re
@@ -14,7 +14,7 @@ from grpo_jax import Judge
 
 
 class Aesthetic(Judge):
-    """Judges a picture by linear layers on its features; named among the rewards, it is one."""
+    """Score a picture by linear layers on its features; the judge's name is a reward."""
 
     head: str
     """Safetensors file with `N.weight` and `N.bias` of each layer."""

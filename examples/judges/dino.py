@@ -2,7 +2,7 @@
 
     python -m grpo_jax.train --judges.likeness examples/judges/dino.py:Dino --rewards '["alignment", "likeness"]'
 
-It needs no package beside the extra `diffusion`; the weights come from the hub, or from a folder.
+It needs only the extra `diffusion`; the weights come from the hub, or from a folder.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from grpo_jax import Judge
 
 
 class Dino(Judge):
-    """Judges how alike a picture and the unchanged prompt's are: shapes and places count, words do not."""
+    """Score the similarity of a picture and the unchanged prompt's picture, by shapes and places."""
 
     model: str = "facebook/dinov2-base"
     """Folder or hub id of a DINOv2 of transformers."""
     batch_size: int = 32
-    """Pictures encoded at once."""
+    """Pictures per batch."""
 
     def load(self, device: str) -> "Likeness":
         """Load the model and its image processor; only safetensors are read."""
@@ -39,7 +39,7 @@ class Likeness:
         return f"{type(self._model).__name__} on {self._model.device}"
 
     def features(self, images: Any) -> Any:
-        """Unit features [B, D] of pictures float [B, 3, H, W] in [0, 1]: the state of the class token."""
+        """Return unit features [B, D] of pictures float [B, 3, H, W] in [0, 1]: the class token's state."""
         import torch
 
         found = []
@@ -49,5 +49,5 @@ class Likeness:
         return torch.nn.functional.normalize(torch.cat(found), dim=-1)
 
     def __call__(self, prompts: list, completions: list, *, images: Any, baseline_images: Any, **columns: Any) -> Any:
-        """Cosine of each picture and the unchanged prompt's, from the same noise."""
+        """Return the cosine of each picture and the unchanged prompt's picture, from the same noise."""
         return (self.features(images) * self.features(baseline_images)).sum(-1)

@@ -3,7 +3,7 @@
     pip install "rapidocr-onnxruntime>=1.4"
     python -m grpo_jax.train --judges.text examples/judges/ocr.py:Ocr --rewards '["alignment", "text"]'
 
-The package brings the weights along, and installs on Python below 3.13.
+The package contains the weights, and installs on Python below 3.13.
 """
 
 import re
@@ -15,20 +15,20 @@ _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»|「([^」]+)」|(?
 
 
 class Ocr(Judge):
-    """Judges whether a picture shows the text that its prompt puts in quotes; named among the rewards, it is one."""
+    """Score a picture by the quoted text of its prompt; the judge's name is a reward."""
 
     threads: int = 1
-    """Threads of a reading."""
+    """Threads of RapidOCR."""
 
     def load(self, device: str = "cpu") -> "TextReader":
-        """Load the models, which are on the CPU."""
+        """Load the models on the CPU."""
         from rapidocr_onnxruntime import RapidOCR
 
         return TextReader(RapidOCR(intra_op_num_threads=self.threads))
 
 
 class TextReader:
-    """Reads pictures, and rewards the text that a prompt asks for."""
+    """Loaded models, and the reward for the quoted text."""
 
     def __str__(self) -> str:
         return "PP-OCRv4 of RapidOCR, on cpu"
@@ -37,16 +37,16 @@ class TextReader:
         self._engine = engine
 
     def read(self, images: Any) -> list[str]:
-        """Lines of text in pictures [B, 3, H, W] in [0, 1], from top to bottom, one behind another."""
+        """Return the text in pictures [B, 3, H, W] in [0, 1], its lines joined from top to bottom."""
         pixels = (images.detach().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
         found = [self._engine(picture[:, :, ::-1])[0] for picture in pixels]  # it takes blue first
         return [" ".join(text for _, text, _ in lines or ()) for lines in found]
 
     def __call__(self, prompts: list, completions: list, *, images: Any, **columns: Any) -> list[float | None]:
-        """Share of the quoted text that is there, in [0, 1], as Flow-GRPO counts it (arXiv:2505.05470).
+        """Return the share of the quoted text in the picture, in [0, 1], as in Flow-GRPO (arXiv:2505.05470).
 
-        That is 1 - (edits from what is read to the text) / (its length), at least 0, and 1 where it is part of what is
-        read; capitals and spaces do not count. None for a prompt that quotes nothing.
+        That is 1 - (edits from the recognised to the quoted text) / (its length), at least 0. It is 1 if the recognised
+        text contains the quoted one. Case and spaces do not count. None for a prompt without quotes.
         """
         asked = [quoted(prompt) for prompt in prompts]
         rows = [row for row, text in enumerate(asked) if text]
@@ -55,17 +55,17 @@ class TextReader:
 
 
 def quoted(prompt: str) -> str:
-    """The texts in quotes, one behind another."""
+    """Return the joined texts in quotes."""
     return " ".join("".join(groups) for groups in _QUOTED.findall(prompt))
 
 
 def likeness(read: str, text: str) -> float:
-    """1 - (edits / length of the text), at least 0; 1 where it is part of what is read."""
+    """Return 1 - (edits / length of the text), at least 0; 1 if the recognised text contains it."""
     return 1.0 if text in read else max(0.0, 1 - edits(read, text) / len(text))
 
 
 def edits(first: str, second: str) -> int:
-    """Insertions, deletions and exchanges of a character between two texts (Levenshtein)."""
+    """Return the insertions, deletions and replacements between two texts (Levenshtein)."""
     row = list(range(len(second) + 1))
     for place, character in enumerate(first, 1):
         before, row[0] = row[0], place

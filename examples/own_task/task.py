@@ -2,8 +2,8 @@
 
     python -m grpo_jax.train --task examples/own_task/task.py:Countdown --run_dir runs/countdown
 
-A policy with random weights is taught what answers look like (SFT), and learns which are right by GRPO: two
-rewards, a judge that they ask, a measure that is only watched, and a table in the report.
+SFT teaches a new policy the form of answers, and GRPO the right ones. The task has two rewards with a judge, an eval
+reward, and a table in the report.
 """
 
 import random
@@ -29,17 +29,17 @@ SIGNS = ("plus", "minus")
 
 
 class Calculator(Judge):
-    """Reads answers. A judge has a `load`; rewards get what it returns as an argument."""
+    """Read answers. Rewards get the result of `load` as an argument."""
 
     strict: bool = True
     """Whether an answer may use each number only as often as it was given."""
 
     def load(self, device: str) -> "Calculator":
-        """Nothing to load: numbers need no model."""
+        """Return the judge itself, which needs no model."""
         return self
 
     def value(self, answer: str, numbers: list[int]) -> float | None:
-        """What an answer comes to; None where it is none."""
+        """Return the value of an answer; None if it is invalid."""
         if not re.fullmatch(r"\d+( (plus|minus) \d+)+", answer):
             return None
         used = [int(number) for number in re.findall(r"\d+", answer)]
@@ -50,30 +50,30 @@ class Calculator(Judge):
 
 
 def right(prompts, completions, *, numbers, goal, calculator, **columns):
-    """1 where the answer reaches the goal."""
+    """Return 1 if the answer reaches the goal."""
     return [float(calculator.value(text, n) == g) for text, n, g in zip(completions, numbers, goal, strict=True)]
 
 
 def readable(prompts, completions, *, numbers, calculator, **columns):
-    """1 where the answer is one at all."""
+    """Return 1 if the answer is valid."""
     return [float(calculator.value(text, n) is not None) for text, n in zip(completions, numbers, strict=True)]
 
 
 def distance(prompts, completions, *, numbers, goal, calculator, **columns):
-    """How far off a readable answer is; no number (missing) for others."""
+    """Return the distance of a valid answer from the goal; None (missing) for others."""
     values = [calculator.value(text, n) for text, n in zip(completions, numbers, strict=True)]
     return [None if value is None else abs(value - g) for value, g in zip(values, goal, strict=True)]
 
 
 class Countdown(Task):
-    """Reach a number by adding and taking away others."""
+    """Reach a number by adding and subtracting others."""
 
     largest: int = 9
     """Largest number of a puzzle."""
     puzzles: int = 512
-    """How many there are to learn from; an eighth as many are held out, and again for validation."""
+    """Number of training puzzles; testing and validation have an eighth as many each."""
     puzzle_seed: int = 0
-    """Of the puzzles; apart from the run's seed."""
+    """Seed of the puzzles, besides the run's seed."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"calculator": {"kind": f"{__file__}:Calculator"}},
@@ -88,12 +88,12 @@ class Countdown(Task):
     }
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         require(self.largest >= 3, "largest", "a number >= 3", self.largest)
         require(self.puzzles >= 16, "puzzles", "a number >= 16", self.puzzles)
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Makes the puzzles; everything else follows from the rewards' names."""
+        """Make the puzzles."""
         draw = random.Random(self.puzzle_seed)
         held_out = self.puzzles // 8
         rows = list({(row := self.puzzle(draw))["prompt"]: row for _ in range(4 * self.puzzles)}.values())
@@ -113,7 +113,7 @@ class Countdown(Task):
         )
 
     def puzzle(self, draw: random.Random) -> dict[str, Any]:
-        """A goal that some of three numbers reach, and an answer of the right form that is mostly wrong."""
+        """Return a goal that some of three numbers reach, and an answer of the right form that is mostly wrong."""
         while True:
             numbers = draw.sample(range(1, self.largest + 1), 3)
             length = draw.choice((2, 3))
@@ -128,13 +128,13 @@ class Countdown(Task):
 
     @staticmethod
     def written(numbers: list[int], signs: list[str]) -> str:
-        """Numbers with signs between them."""
+        """Return numbers with signs between them."""
         rest = (f" {sign} {number}" for sign, number in zip(signs, numbers[1:], strict=True))
         return f"{numbers[0]}{''.join(rest)}"
 
     @staticmethod
     def by_length(remembered: Mapping[str, Any], rows: Any) -> Findings:
-        """Share of right answers, before and after, by how many numbers are needed."""
+        """Return a table of right answers, before and after, by the number of needed numbers."""
         lengths = [len(row.columns["oracle"].split()) // 2 + 1 for row in rows]
         lines = []
         for length in sorted(set(lengths)):

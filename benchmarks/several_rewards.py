@@ -8,7 +8,7 @@ Each run is the default config with 80 iterations and two rewards of equal weigh
 100, alike for all arms (settings are chosen on seeds 100 to 109 only). "shuffled" permutes GDPO's rewards within each
 group, at the first scale alone. "best" is GRPO at its best weight: on seed 100 alignment weighs 1, 10, 100, ... until
 pixel accuracy falls. GRPO sees weight x scale alone, so runs with the same product are one. A run that is there in
-DIR is not run again. Prints JSON and a table for RESULTS.md: pixel accuracy of held-out prompts, and GDPO less each
+DIR is not run again. Prints JSON and a table for RESULTS.md: pixel accuracy of held-out prompts, and GDPO minus each
 arm on the same seeds with a 95 % interval (Student's t).
 """
 
@@ -91,7 +91,7 @@ def interval(values: np.ndarray) -> str:
 
 def table(cells: dict[tuple[str, float], list[dict]], searches: dict[float, int]) -> str:
     """Markdown: a row for each arm and scale."""
-    head = ("alignment pays", "arm", "weights tried", "before", "after", "least, most", "GDPO less this")
+    head = ("scale of alignment", "arm", "weights tried", "before", "after", "least, most", "GDPO minus this")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (arm, scale), rows in cells.items():
         before, after = (np.array([row[when] for row in rows]) for when in ("before", "after"))

@@ -76,7 +76,7 @@ if __name__ == "__main__":
     options.out.mkdir(parents=True, exist_ok=True)
     write_products(options.out / "products.jsonl")
     given = ["--policy.path", options.model, "--data.prompts", str(options.out / "products.jsonl"), *extra]
-    head = "| arm | reward | before | after | batches | batches, GDPO less this | iteration of a batch ≥ 2.5 |"
+    head = "| arm | reward | before | after | batches | batches, GDPO minus this | first batch ≥ 2.5 in iteration |"
     seen, lines = {}, [head, "|---" * 7 + "|"]
     for arm in options.arms:
         found = [evaluation(arm, seed, options.out, given) for seed in options.seeds]

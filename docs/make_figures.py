@@ -93,7 +93,7 @@ def scales(source: Path, target: Path) -> None:
         axis.plot(ticks, means, style, color=colour, label=label)
     best = np.mean([run["after"] for run in runs if run["arm"] == "grpo" and run["scale"] > 1])
     axis.axhline(best, color=GREY, linestyle=":", label="GRPO, best of five weights")
-    axis.set(xscale="log", ylim=(0, 1), xlabel="alignment pays", ylabel="pixel accuracy, held out")
+    axis.set(xscale="log", ylim=(0, 1), xlabel="scale of alignment", ylabel="pixel accuracy, held out")
     axis.set_xticks(ticks, [f"{scale:g}" for scale in ticks])
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False)

@@ -465,8 +465,6 @@ class SFTSection(Section):
     """Pairs per update."""
     learning_rate: Positive = 1e-3
     """Peak learning rate, after a warm-up of a tenth of the steps; it decays to 0 along a cosine."""
-    group_by_length: bool = False
-    """Batch prompts of similar length, for less padding."""
 
 
 class RetrievalSection(Section):

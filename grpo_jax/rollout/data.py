@@ -33,7 +33,7 @@ PICTURE_MARK = "<image>"
 Result = TypeVar("Result")
 _WORD = 2**32
 # Purposes of a seed: each has its own stream of random numbers.
-_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
+_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -220,20 +220,6 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
     return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
-
-
-def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
-    """Return the rows of a batch of similar lengths, i64 [P]; raises as `batches_per_epoch`.
-
-    The rows of `window` batches are sorted by their `lengths` [n], and their batches shuffled. The last window of an
-    epoch is smaller, so no row comes twice.
-    """
-    n = len(lengths)
-    epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
-    first = batch - batch % window
-    rows = epoch_order(seed, epoch, n)[first * batch_size : min(first + window, n // batch_size) * batch_size]
-    rows = rows[np.argsort(lengths[rows], kind="stable")].reshape(-1, batch_size)
-    return rows[_permutation(len(rows), _LIKE, seed, epoch, first)[batch - first]]
 
 
 def draw_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.data import Row, batch_at, like_batch_at
+from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import Observation, as_observation, prepared
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -93,7 +93,6 @@ def run_sft(
             f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
     state, step = make_sft(ctx)
-    lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # characters, roughly proportional to tokens
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
         free_buffers(saved_parts(state))
@@ -111,10 +110,7 @@ def run_sft(
         if ctx.is_stopped():
             save(number, state, wait=True)
             raise Stopped
-        if section.group_by_length:
-            places = like_batch_at(config.seed, number, batch_size=section.batch, lengths=lengths)
-        else:
-            places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
+        places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
         batch = supervised_batch(ctx, state.variables, [pairs[place] for place in places])
         state, report = jax.block_until_ready(step(state, batch))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:

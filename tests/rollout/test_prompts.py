@@ -8,7 +8,7 @@ import pytest
 from support.marked_tokenizers import TOKENIZERS
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import Row, batch_at, batches_per_epoch, epoch_order, like_batch_at, noise_seed, repeat_rows
+from grpo_jax.rollout.data import Row, batch_at, batches_per_epoch, epoch_order, noise_seed, repeat_rows
 from grpo_jax.rollout.encoding import as_is, completion_statistics, continued, make_decode
 from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 
@@ -151,21 +151,6 @@ def test_batches_cover_an_epoch_without_repeats():
         np.testing.assert_array_equal(np.concatenate(seen), epoch_order(7, epoch, n)[:20])
     with pytest.raises(UserError, match="takes 24 different prompts and there are 23"):
         batch_at(7, 0, batch_size=24, n=n)
-
-
-def test_batches_of_like_lengths_hold_every_row_once_an_epoch():
-    lengths = np.random.default_rng(0).integers(1, 500, 203)
-    for epoch in range(2):
-        seen = [like_batch_at(7, 20 * epoch + i, batch_size=10, lengths=lengths, window=8) for i in range(20)]
-        whole = [batch_at(7, 20 * epoch + i, batch_size=10, n=203) for i in range(20)]
-        assert sorted(np.concatenate(seen)) == sorted(np.concatenate(whole))
-        # The widest batch of eight holds the longest row of 80 whatever is done: the mean width tells.
-        assert np.mean([lengths[batch].max() for batch in seen]) < 0.7 * np.mean([lengths[b].max() for b in whole])
-        widths = [lengths[batch].max() for batch in seen[:8]]
-        assert widths != sorted(widths)  # not from short to long
-    again = like_batch_at(7, 33, batch_size=10, lengths=lengths, window=8)
-    np.testing.assert_array_equal(again, seen[13])
-    assert not np.array_equal(again, like_batch_at(8, 33, batch_size=10, lengths=lengths, window=8))
 
 
 def test_noise_is_shared_by_a_prompt_fresh_in_training_and_fixed_in_evaluation():

@@ -14,7 +14,6 @@ from support.tiny_models import causal_lm, chat_tokenizer
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.sft import run_sft
@@ -37,11 +36,11 @@ def policy(tmp_path_factory):
 def taught(policy, tmp_path):
     """Runs SFT of the given policy: its ctx, its variables, and the lines it said."""
 
-    def teach(*texts, steps=1, forbidden="é", max_new_tokens=12, **more):
+    def teach(*texts, steps=1, forbidden="é", max_new_tokens=12):
         config = Config(
             task=Taught(texts=[*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
-            sft=SFTSection(steps=steps, batch=1, learning_rate=0.01, **more),
+            sft=SFTSection(steps=steps, batch=1, learning_rate=0.01),
             data=DataSection(forbidden_tokens=chat_tokenizer()(forbidden)["input_ids"]),
             sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
@@ -76,15 +75,6 @@ def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
     ctx, _, said = taught(TEXT)
     ids = ctx.policy.tokenizer(TEXT)["input_ids"]
     assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258]), abs=1e-3)
-
-
-def test_batches_of_like_lengths_are_taught_where_they_are_asked_for(policy, taught):
-    texts = [TEXT, "blue soap", "an oak desk"]
-    place = int(like_batch_at(0, 0, batch_size=1, lengths=np.full(3, len(PROMPT)))[0])
-    assert place != batch_at(0, 0, batch_size=1, n=3)[0]
-    ctx, _, said = taught(*texts, group_by_length=True)
-    ids = ctx.policy.tokenizer(texts[place])["input_ids"]
-    assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258][:12]), abs=1e-3)
 
 
 def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):

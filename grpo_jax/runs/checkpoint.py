@@ -144,28 +144,22 @@ class Checkpoints:
         """Return the names that can be restored, as on the command line."""
         return broadcast(self._available())
 
-    def restore(self, which: int | str, template: Mapping[str, PyTree] | None = None) -> tuple[dict[str, PyTree], Meta]:
+    def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Meta]:
         """Restore a state with the dtypes and shardings of a template, and its meta (with `"step"`).
 
-        `which` is a step, "latest", "best" or "final". A template of only the variables reads only these; without a
-        template they go to the first device. UserError if the checkpoint is missing, damaged, or does not match.
+        `which` is a step, "latest", "best" or "final". A template of only the variables reads only these. UserError if
+        the checkpoint is missing, damaged, or does not match.
         """
 
         def read(path: Path) -> tuple[dict[str, PyTree], Meta]:
             with closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers()))) as reader:
-                saved = reader.metadata(path).item_metadata or {}
-                if template is None:
-                    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-                    placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)  # noqa: E731
-                    wanted = {EVALUATED: jax.tree.map(placed, saved[EVALUATED].tree)}
-                else:
-                    wanted = _items(template)
+                saved, wanted = reader.metadata(path).item_metadata or {}, _items(template)
                 for item, tree in wanted.items():
                     _require_fits(getattr(saved.get(item), "tree", None), tree, path)
                 args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
                 restored = reader.restore(path, args=ocp.args.Composite(**args))
             items = {item: jax.tree.map(_as_template, tree, restored[item]) for item, tree in wanted.items()}
-            return {**(template or {}), **items[EVALUATED], **items.get("training", {})}, _meta(path)
+            return {**template, **items[EVALUATED], **items.get("training", {})}, _meta(path)
 
         return self._reading(which, read)
 
@@ -306,13 +300,6 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
         with suppress(OSError):
             self._manager.reload()
-
-
-def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
-    """Restore a run's variables ("latest", "best", "final" or a step), and the checkpoint's meta."""
-    with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
-        state, meta = checkpoints.restore(which, None if template is None else {EVALUATED: template})
-        return state[EVALUATED], meta
 
 
 @dataclass

@@ -224,7 +224,7 @@ def _present_means(values: np.ndarray) -> list[float]:
 def checkpoint_names(run_dir: str | Path, wanted: str) -> list[str]:
     """Return the names of a run's checkpoints, newest first, and `START`; UserError unless `wanted` can be read."""
     run_config(run_dir)
-    with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
+    with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
         if wanted != START:
             checkpoints.read_meta(wanted)
         return list(dict.fromkeys([wanted, *reversed(checkpoints.available()), START]))

@@ -27,7 +27,7 @@ from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_rows, 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
-from grpo_jax.runs.checkpoint import restore_params
+from grpo_jax.runs.checkpoint import EVALUATED, Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.session import Record
 from grpo_jax.tasks.task import Vocabulary
@@ -213,9 +213,9 @@ def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str
     """
     if checkpoint == START:
         return variables, {"step": 0}
-    trained = trained_weights(variables)
-    restored, meta = restore_params(run_dir, checkpoint, trained)
-    return {**variables, **restored}, meta
+    with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
+        state, meta = checkpoints.restore(checkpoint, {EVALUATED: trained_weights(variables)})
+    return {**variables, **state[EVALUATED]}, meta
 
 
 def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support import tiny_update
 from support.folders import load_folder
-from support.text_task import rows, train_here
+from support.text_task import final_state, rows, train_here
 
 from grpo_jax import export
 from grpo_jax.config.sections import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
@@ -21,7 +21,6 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, lora_config
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.training.state import init_state, make_optimizer, reference_variables, refresh_reference
 from grpo_jax.training.update import make_update
 
@@ -121,7 +120,7 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     config = load_folder(place.policy, tokenizer=False).config
     lora, adapters = load_adapters(run / "adapter", config)
     assert lora == LoraConfig(2, 32.0, PROJECTIONS)
-    final = restore_params(run, "final")[0]
+    final = final_state(run)[0]["variables"]
     assert set(final) == {"lora"}
     jax.tree.map(np.testing.assert_array_equal, adapters, final["lora"])
     described = json.loads((run / "adapter" / "adapter_config.json").read_text())
@@ -138,7 +137,7 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     assert export.main(["--run", str(run), "--out", str(tmp_path / "first"), "--checkpoint", "1", "--adapters"]) == 0
     assert "the adapters of" in capsys.readouterr().out
     first = load_adapters(tmp_path / "first", config)[1]
-    jax.tree.map(np.testing.assert_array_equal, first, restore_params(run, 1)[0]["lora"])
+    jax.tree.map(np.testing.assert_array_equal, first, final_state(run, 1)[0]["variables"]["lora"])
     arguments = ["--run", str(run), "--out", str(tmp_path / "x"), "--adapters", "--dtype", "bfloat16"]
     assert export.main(arguments) == 2 and "--dtype is for the whole policy" in capsys.readouterr().err
 
@@ -154,11 +153,8 @@ def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys)
     described = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert described["r"] == 2 and described["lora_alpha"] == 32
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["policy"]["lora"]["rank"] == 0
-    moved, _ = restore_params(tmp_path / "run", "final")
-    assert any(
-        bool((a != b).any())
-        for a, b in zip(*map(jax.tree.leaves, (moved["lora"], restore_params(run, "final")[0]["lora"])), strict=True)
-    )
+    moved, started = (final_state(folder)[0]["variables"]["lora"] for folder in (tmp_path / "run", run))
+    assert any(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (moved, started)), strict=True))
     capsys.readouterr()
     assert train_here(place.config, tmp_path / "none", *STEPS, "--policy.lora.path", str(tmp_path)) == 2
     assert "has no adapter_config.json" in capsys.readouterr().err

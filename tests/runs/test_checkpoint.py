@@ -14,7 +14,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs import checkpoint as module
-from grpo_jax.runs.checkpoint import Checkpoints, find_damage, restore_params
+from grpo_jax.runs.checkpoint import Checkpoints, find_damage
 from grpo_jax.training.state import free_buffers
 
 
@@ -102,7 +102,9 @@ def test_a_name_is_a_link_that_moves_and_its_step_stays(folder):
         assert (folder / "best").resolve() == (folder / "final").resolve() == folder / "step_50"
         checkpoints.save(60, make_state(4), {}, wait=True)
         assert checkpoints.available() == ["50", "60", "best", "final"]
-    assert_same(restore_params(folder.parent, "final")[0], make_state(3)["variables"])
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        variables = {"variables": make_state(3)["variables"]}
+        assert_same(checkpoints.restore("final", variables)[0], variables)
 
 
 def test_a_copy_that_followed_the_links_is_read_and_continued(folder, tmp_path):
@@ -141,7 +143,8 @@ def test_evaluation_leaves_a_write_in_progress_alone(folder):
     writing = folder / "step_2.orbax-checkpoint-tmp"
     writing.mkdir(parents=True)
     (writing / "part").write_text("half")
-    restore_params(folder.parent, "latest")
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        checkpoints.restore("latest", make_state())
     assert (writing / "part").exists()
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.latest_step() == 1
@@ -185,7 +188,7 @@ def test_no_checkpoint_says_what_is_there(folder, tmp_path):
             with pytest.raises(UserError, match="expected a step, latest, best or final"):
                 checkpoints.read_meta(name)
     with pytest.raises(UserError, match="no such folder"):
-        restore_params(tmp_path / "nowhere")
+        Checkpoints(tmp_path / "nowhere", read_only=True)
 
 
 @pytest.fixture(scope="module")

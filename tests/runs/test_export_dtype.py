@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.folders import load_folder
-from support.text_task import SHORT, train_here
+from support.text_task import SHORT, final_state, train_here
 from transformers import AutoModelForCausalLM
 
 from grpo_jax import export
-from grpo_jax.runs.checkpoint import restore_params
 
 MODULES = {"q_proj": "self_attn", "down_proj": "mlp"}
 
@@ -64,7 +63,7 @@ def lost(folder, base, adapters) -> float:
 
 @pytest.mark.wide
 def test_small_adapters_are_merged_in_float32(adapted, base, tmp_path):
-    adapters = restore_params(adapted, "final")[0]["lora"]["layers"]
+    adapters = final_state(adapted)[0]["variables"]["lora"]["layers"]
     assert lost(adapted / "policy", base, adapters) < 0.01
     assert json.loads((adapted / "policy" / "config.json").read_text())["dtype"] == "float32"
     model = AutoModelForCausalLM.from_pretrained(adapted / "policy", dtype="auto")
@@ -81,7 +80,7 @@ def test_small_adapters_are_merged_in_float32(adapted, base, tmp_path):
 
 def test_trained_weights_are_written_as_they_were_trained(trained, base):
     run = trained()
-    final = restore_params(run, "final")[0]["params"]
+    final = final_state(run)[0]["variables"]["params"]
     written = load_folder(run / "policy", param_dtype=None, tokenizer=False).params
     start = load_folder(base, tokenizer=False).params
     for name in ("embed_tokens", "lm_head"):

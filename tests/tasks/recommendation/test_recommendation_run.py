@@ -9,7 +9,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from support.text_task import aged, rows
+from support.text_task import aged, final_state, rows
 
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import StopRun, UserError
@@ -189,7 +189,7 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
 
 def test_a_sft_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
     from grpo_jax.runs import sft
-    from grpo_jax.runs.checkpoint import Checkpoints, restore_params
+    from grpo_jax.runs.checkpoint import Checkpoints
 
     place = folder / "interrupted"
     supervised_batch, calls = sft.supervised_batch, []
@@ -230,5 +230,5 @@ def test_a_sft_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder,
     assert ended["table"] == summary["table"]
     seconds = ended["seconds"]  # of all processes
     assert 1000 < seconds["sft"] < max(seconds.values()) == seconds["total"] < 2000
-    ours, theirs = (restore_params(path, "final")[0] for path in (place, folder / "whole"))
+    ours, theirs = (final_state(path)[0]["variables"] for path in (place, folder / "whole"))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)

@@ -11,11 +11,12 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from grpo_jax.config.fields import require
+from grpo_jax.config.files import load_json
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError, one_line, short_repr
@@ -41,19 +42,8 @@ RUNTIME = GIB // 2
 FREE = 0.05
 """Share of a device left for fragmentation."""
 
-_QWEN_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-_QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-_TOWER_2 = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, "hidden_size": 3584}
-_TOWER_2_5 = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584, "patch_size": 14}
-_TOWER_2_5 |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-PUBLISHED_POLICIES: Mapping[str, Mapping[str, object]] = {
-    name: _QWEN_7B | {"tie_word_embeddings": False, "model_type": kind, "vision_config": tower} | length
-    for name, kind, tower, length in (
-        ("Qwen/Qwen2-VL-7B-Instruct", "qwen2_vl", _TOWER_2, {"max_position_embeddings": 32768}),
-        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", _TOWER_2_5, {"max_position_embeddings": 128000}),
-    )
-}
-"""Shapes from their config.json, for planning without a connection."""
+PUBLISHED_POLICIES: Mapping[str, Mapping[str, Any]] = load_json(Path(__file__).with_name("published.json"))
+"""The shapes in some config.json of the hub, for planning without a connection."""
 
 
 def show_plan(config: object, request: Namespace) -> int:

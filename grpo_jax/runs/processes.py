@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import flat, require
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, complain, one_line
 from grpo_jax.models.broadcast import (
@@ -132,10 +132,7 @@ def versions() -> dict[str, str]:
 
 def start_facts(config: Config) -> dict[str, str]:
     """Return the config by field with digests in place of paths, and the versions of code and packages."""
-    facts: dict[str, str] = {}
-    for section, values in config.model_dump().items():
-        fields = {f"{section}.{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
-        facts |= {name: str(_described(value)) for name, value in (fields or {section: values}).items()}
+    facts = {name: str(_described(value)) for name, value in flat(config.model_dump()).items()}
     del facts["run_dir"]
     facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))
     return facts | {f"the version of {name}": version for name, version in versions().items()}

@@ -20,7 +20,7 @@ from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.broadcast import is_main_process, on_all_processes
+from grpo_jax.models.broadcast import from_main_process, is_main_process
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import FACTS, SPLITS, PromptSet, Row, Rows, facts_of
 from grpo_jax.rollout.pictures import as_text, source_of
@@ -64,7 +64,7 @@ def load_given(
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may still be refused
         write_atomically(output.directory.config, to_yaml(given.config))
-    on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
+    from_main_process(lambda: keep_prompts(given, output.directory, output.warning))
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}

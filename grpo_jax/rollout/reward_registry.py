@@ -197,8 +197,7 @@ def resolve_rewards(
         iterations: Total iterations of the run, for rewards with an argument `trainer_state`.
     """
     sections = sections or source.defaults
-    if not sections:
-        raise UserError("rewards: expected at least one, such as my_rewards.py:function")
+    require(sections, "rewards", "at least one, such as my_rewards.py:function", [])
 
     def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, repeat_rows
 from grpo_jax.rollout.pictures import open_picture
@@ -367,12 +368,9 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
     ``**columns`` does not count: nearly every reward has it, and it would swallow a mistyped option.
     """
     names = [name for name in arguments_of(function) if name not in other]
+    expected = f"arguments of the reward ({', '.join(names) or 'it has none'})"
     for option in options:
-        if option not in names:
-            raise UserError(
-                f"rewards.{label}.options: expected arguments of the reward ({', '.join(names) or 'it has none'}), "
-                f"got {option!r}"
-            )
+        require(option in names, f"rewards.{label}.options", expected, option)
 
 
 def maximised_names(weights: Mapping[str, float]) -> list[str]:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
-from grpo_jax.errors import Stopped, UserError
+from grpo_jax.errors import Stopped
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
@@ -251,10 +252,8 @@ class Asker:
 
         Its id is `seed`, which determines noise and random numbers; a held-out prompt keeps its own id.
         """
-        if not prompt.strip():
-            raise UserError("prompt: expected a text, got an empty one")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed: expected a number in [0, 2**32), got {seed}")
+        require(prompt.strip(), "prompt", "a text", prompt)
+        require(0 <= seed < 2**32, "seed", "a number in [0, 2**32)", seed)
         same = [row for row in self._held_out if row.prompt == prompt]
         known = next((row for row in same if row.id == seed), same[0] if same else Row(seed, prompt))
         row = dataclasses.replace(known, id=seed)

@@ -393,11 +393,9 @@ def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None
         raise UserError(f"evaluation.by: {missing} of {len(rows)} held-out prompts have no column {column!r}")
     if not training.early_stopping_patience:
         return
-    if not prompts.validation[: config.evaluation.validation_prompts]:
-        raise UserError(
-            "training.early_stopping_patience: expected 0, for there are no validation prompts (data.held_out, "
-            f"evaluation.validation_prompts); got {training.early_stopping_patience}"
-        )
+    validated = prompts.validation[: config.evaluation.validation_prompts]
+    never = "0, for there are no validation prompts (data.held_out, evaluation.validation_prompts)"
+    require(validated, "training.early_stopping_patience", never, training.early_stopping_patience)
 
 
 def ask_for_determinism(*, torch_too: bool) -> None:

@@ -52,8 +52,7 @@ def policy_folder(config: Config) -> str:
         raise UserError("policy.path: 'new' is kept in the run's folder: name it with run_dir")
     if path == NEW:
         return str(RunDirectory(str(config.run_dir)).start)
-    if not path:
-        raise UserError("policy.path: expected a Hugging Face folder or hub id, got none")
+    require(path, "policy.path", "a Hugging Face folder or hub id", path)
     folder = str(own_package("bridges").bundled(path, "policy") or path)
     # Its files are read again at the end, when a reward may have changed the working directory.
     return os.path.abspath(folder) if os.path.exists(folder) else folder

@@ -54,12 +54,11 @@ def announced(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     if count == "1":
         number = "0"  # the batch script of an allocation
     if given:
-        if len(given) < len(VARIABLES) or not re.fullmatch(r".+:[0-9]{1,5}", given[0]):
-            raise UserError(f"{', '.join(VARIABLES)}: expected all three, the first as HOST:PORT, got {given}")
+        whole = len(given) == len(VARIABLES) and re.fullmatch(r".+:[0-9]{1,5}", given[0])
+        require(whole, ", ".join(VARIABLES), "all three, the first as HOST:PORT", given)
         count, number = given[1:]
-    if not (re.fullmatch("[0-9]{1,9}", count) and re.fullmatch("[0-9]{1,9}", number) and int(number) < int(count)):
-        names = " and ".join(VARIABLES[1:])
-        raise UserError(f"{names}: expected two numbers, the second below the first, got {count} and {number}")
+    valid = re.fullmatch("[0-9]{1,9}", count) and re.fullmatch("[0-9]{1,9}", number) and int(number) < int(count)
+    require(valid, " and ".join(VARIABLES[1:]), "two numbers, the second below the first", [count, number])
     return int(count), int(number)
 
 

@@ -167,11 +167,8 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
     labels = [name for name, _ in named]
-    if not labels or len(set(labels)) != len(labels):
-        raise UserError(
-            f"rewards: expected at least one function, each of another name, got {labels}; name them as "
-            "rewards={'name': function}"
-        )
+    different = labels and len(set(labels)) == len(labels)
+    require(different, "rewards", "at least one function, each of another name (or {'name': function})", labels)
     return dict(named)  # pyright: ignore[reportReturnType] all are callable
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.fields import require
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.models.sharding import shard, shard_optimizer
@@ -88,10 +89,8 @@ def run_sft(
     if ctx.task_data.pairs is None:
         raise UserError(f"sft.steps: expected 0, this task has nothing to teach; got {section.steps}")
     pairs = teachable(ctx, ctx.task_data.pairs(), info)
-    if len(pairs) < section.batch:
-        raise UserError(
-            f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
-        )
+    most = f"at most {len(pairs)}, as many as there are pairs to teach"
+    require(section.batch <= len(pairs), "sft.batch", most, section.batch)
     state, step = make_sft(ctx)
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
@@ -181,10 +180,8 @@ def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:
 def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Return the tokens after a pair's prompt, as in sampling, and a mask of the policy's own tokens."""
     env, texts, left = ctx.fns.env, texts_of(pair), list(grids)
-    if len(texts) > ctx.config.sampling.turns:
-        raise UserError(
-            f"sft.steps: the task's pairs have {len(texts)} turns, but sampling.turns is {ctx.config.sampling.turns}"
-        )
+    turns = ctx.config.sampling.turns
+    require(len(texts) <= turns, "sampling.turns", f"at least {len(texts)}, as many as the pairs of SFT have", turns)
     ids, learned = [], []
     for number, text in enumerate(texts):
         if number and env is not None:

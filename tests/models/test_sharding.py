@@ -132,8 +132,11 @@ def test_the_environment_tells_of_several_processes():
     for changed, message in [
         ({"JAX_PROCESS_ID": None}, "JAX_PROCESS_ID: expected all three, the first as HOST:PORT"),
         ({"JAX_COORDINATOR_ADDRESS": "host"}, "expected all three, the first as HOST:PORT"),
-        ({"JAX_NUM_PROCESSES": "x"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID: expected two numbers, .* got x and 1"),
-        ({"JAX_PROCESS_ID": "4"}, "expected two numbers, the second below the first, got 4 and 4"),
+        (
+            {"JAX_NUM_PROCESSES": "x"},
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID: expected two numbers, .* got .'x', '1'",
+        ),
+        ({"JAX_PROCESS_ID": "4"}, r"expected two numbers, the second below the first, got \['4', '4'\]"),
     ]:
         environment = {name: value for name, value in (JAXS | changed).items() if value is not None}
         with pytest.raises(UserError, match=message):

@@ -162,7 +162,7 @@ def test_functions_of_python_are_named_by_themselves_or_by_their_keys():
     assert labels([scaled, len]) == ["scaled", "len"] and labels(scaled) == ["scaled"]
     assert labels({"a": twice, "b": lambda completions: [0.0]}) == ["a", "b"]
     for same in ([twice, functools.partial(scaled, by=3)], [lambda: 1, lambda: 2]):
-        with pytest.raises(UserError, match=r"each of another name, got .* name them as rewards={'name': function}"):
+        with pytest.raises(UserError, match=r"each of another name \(or {'name': function}\), got"):
             labels(same)
 
 

@@ -203,7 +203,7 @@ def test_the_demo_in_a_browser(served, tmp_path, capsys):
         page.goto(address)
         page.click("#ask")
         page.wait_for_selector("#line [role=alert]")
-        assert page.inner_text("#line").strip() == "prompt: expected a text, got an empty one"
+        assert page.inner_text("#line").strip() == "prompt: expected a text, got ''"
         page.locator("tr.tr-body, .gallery-item").first.click()
         page.wait_for_function("document.querySelector('#prompt textarea').value != ''")
         page.click("#ask")

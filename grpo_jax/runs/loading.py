@@ -184,7 +184,7 @@ def load(
     devices = policy_devices(placement, config.policy)
     on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
-        info("devices", f"policy on {listed(devices)}")
+        info("devices", f"policy on {', '.join(map(str, devices))}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
@@ -248,7 +248,7 @@ def load(
     _check_measures(config, data.prompts, fns)
     return ctx._replace(
         fns=fns._replace(encode_images=ctx.fns.encode_images),
-        devices={**placement, **pools} if judges else {POLICY: listed(devices)},
+        devices={**placement, **pools} if judges else {POLICY: ", ".join(map(str, devices))},
     )
 
 
@@ -301,7 +301,7 @@ def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[ja
         each = f" in each of {processes} processes" if processes > 1 else ""
         raise UserError(
             f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes {wanted} devices{each}, but the policy has "
-            f"{len(devices)} ({listed(devices)}); make the mesh smaller (evaluate: --mesh FSDP TENSOR); "
+            f"{len(devices)} ({', '.join(map(str, devices))}); make the mesh smaller (evaluate: --mesh FSDP TENSOR); "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial"
         )
     if processes == 1:
@@ -312,11 +312,6 @@ def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[ja
     numbers = [mine.index(device) for device in devices[:wanted]]
     every = (jax.local_devices(process, devices[0].platform) for process in range(processes))
     return [local[number] for local in every for number in numbers]
-
-
-def listed(devices: Sequence[jax.Device]) -> str:
-    """Join the names of devices."""
-    return ", ".join(map(str, devices))
 
 
 def make_rollout_fns(

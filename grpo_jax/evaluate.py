@@ -28,14 +28,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from grpo_jax.config.named import IN_PYTHON
     from grpo_jax.config.sections import MeshSection
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import START, restore_variables, run_config
     from grpo_jax.runs.processes import enable_compile_cache
-    from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find, samples_of, samples_tables, statistics_of
     from grpo_jax.runs.session import Progress, require_same_task
 
@@ -52,9 +50,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         mesh = MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1])
         config = config.replace(policy=config.policy.replace(mesh=mesh))
     info = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
-    prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
     with ExitStack() as leaving:
-        ctx = load(config, info, prompts=prompts, leaving=leaving)
+        ctx = load(config, info, leaving=leaving)
         if not ctx.test_rows:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
         variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint)

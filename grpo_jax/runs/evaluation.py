@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.config.fields import require
-from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
 from grpo_jax.models.sharding import on_host
@@ -26,7 +25,6 @@ from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures
 from grpo_jax.runs.policy import START, restore_variables, run_config
-from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.tasks.task import Info
 from grpo_jax.training.estimators import total_rewards
 
@@ -241,8 +239,7 @@ class Asker:
     def __init__(self, run_dir: str | Path, info: Info, leaving: ExitStack):
         """Load a directory's run; `leaving` closes its judges."""
         config = run_config(run_dir).replace(on_judge_error="stop")
-        prompts = kept_prompts(RunDirectory(run_dir)) if config.data.prompts == IN_PYTHON else None
-        self.ctx = load(config, info, prompts=prompts, leaving=leaving)
+        self.ctx = load(config, info, leaving=leaving)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         loaded = self.ctx.policy.variables
         self._restore = functools.lru_cache(2)(functools.partial(restore_variables, loaded, run_dir))

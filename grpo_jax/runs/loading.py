@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.judge import title
-from grpo_jax.config.named import own_package
+from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.config.sections import TODAY, PolicySection
@@ -44,6 +44,7 @@ from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import ResolvedRewards, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.rewards import Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,
@@ -55,6 +56,7 @@ from grpo_jax.runs.policy import (
     unused_chat_mark,
 )
 from grpo_jax.runs.processes import require_same
+from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
@@ -145,10 +147,13 @@ def load(
 ) -> RunContext:
     """Load everything, one line (info(name, detail)) per part.
 
-    `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges with external resources
+    `prompts` and `rewards` (functions by label) replace the config's; prompts from Python are also read from the run
+    directory, which keeps them. `leaving` closes judges with external resources
     at the end of the run. Only process 0 loads judges. For training, `ahead` is called with everything but the judges,
     before these are loaded.
     """
+    if prompts is None and config.data.prompts == IN_PYTHON:
+        prompts = kept_prompts(RunDirectory(str(config.run_dir)))
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
     if config.judges and is_main_process():

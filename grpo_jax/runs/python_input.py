@@ -9,18 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.fields import require, to_yaml
+from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.broadcast import from_main_process, is_main_process
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import FACTS, SPLITS, PromptSet, Row, Rows, facts_of
 from grpo_jax.rollout.pictures import as_text, source_of
@@ -28,7 +26,6 @@ from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.runs.directory import RunDirectory, write_atomically
-from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.session import Record
 
 
@@ -49,29 +46,6 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
     if functions:
         config = config.replace(rewards=_sections(config.rewards, functions))
     return PythonInput(config, taken, functions)
-
-
-def load_given(
-    config: Config,
-    output: Any,
-    prompts: Any,
-    rewards: Any,
-    stopping: Callable[[], bool],
-    leaving: ExitStack,
-    ahead: Callable[[RunContext], None],
-) -> RunContext:
-    """Load a training run; name its Python objects in its config, and store its prompts."""
-    given = from_python(config, prompts, rewards)
-    if given.config is not config and not config.resume and is_main_process():  # a resume may still be refused
-        write_atomically(output.directory.config, to_yaml(given.config))
-    from_main_process(lambda: keep_prompts(given, output.directory, output.warning))
-    if given.prompts is None and config.data.prompts == IN_PYTHON:
-        given = given._replace(prompts=kept_prompts(output.directory))
-    data = {"prompts": given.prompts, "rewards": given.rewards}
-    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, ahead=ahead)
-    if ctx.config != given.config and not config.resume and is_main_process():  # it now has the chat template's date
-        write_atomically(output.directory.config, to_yaml(ctx.config))
-    return ctx
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:

@@ -15,21 +15,23 @@ from typing import Any
 
 import jax
 
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
-from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count
+from grpo_jax.models.broadcast import any_process, broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.directory import write_atomically
 from grpo_jax.runs.evaluation import asked_to_evaluate, eval_reward_values, evaluate, measure_all
-from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
-from grpo_jax.runs.python_input import load_given
+from grpo_jax.runs.python_input import from_python, keep_prompts
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
 from grpo_jax.runs.session import (
     SCORE,
@@ -77,7 +79,7 @@ def train(
         try:
             with stop.at_once():
                 if is_language:
-                    loaded: Any = load_given(config, output, prompts, rewards, stop.is_set, leaving, compile_ahead)
+                    loaded: Any = load_run(config, output, prompts, rewards, stop.is_set, leaving)
                 else:
                     loaded = config.task.load(TaskSetup(config, None, output.info))
         except Stopped:
@@ -98,6 +100,24 @@ def train(
                 return session.stopped(trainer.progress.iteration if trainer.begun else 0)
             finally:
                 trainer.rollouts.close()
+
+
+def load_run(
+    config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], leaving: ExitStack
+) -> RunContext:
+    """Load a training run, and store its config and its prompts from Python for later processes."""
+    given, directory = from_python(config, prompts, rewards), output.directory
+
+    def write_config(config: Config) -> None:
+        if not config.resume and is_main_process():  # a resume may still be refused
+            write_atomically(directory.config, to_yaml(config))
+
+    write_config(given.config)  # it names the objects from Python
+    from_main_process(lambda: keep_prompts(given, directory, output.warning))
+    data = {"prompts": given.prompts, "rewards": given.rewards}
+    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, ahead=compile_ahead)
+    write_config(ctx.config)  # it has the chat template's date
+    return ctx
 
 
 class Trainer:

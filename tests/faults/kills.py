@@ -22,7 +22,7 @@ from faults.outcome import Outcome
 from faults.runs import NAMES, Tried, differences, make_runs, outcome_of
 
 PHASES = {
-    "load": ("grpo_jax.runs.python_input:load", "grpo_jax.tasks.cartpole.program:make_train"),
+    "load": ("grpo_jax.runs.trainer:load", "grpo_jax.tasks.cartpole.program:make_train"),
     "baseline": ("grpo_jax.runs.trainer:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleBlocks._measure"),
     "SFT": ("grpo_jax.runs.trainer:warm_up",),
     "iteration": ("grpo_jax.runs.batches:draw", "grpo_jax.tasks.cartpole.program:CartPoleBlocks.advance"),

@@ -4,10 +4,10 @@
     python benchmarks/campaign.py --seed 7 --kinds kills:5               # a part of it
     python benchmarks/campaign.py --kinds kills:1:cartpole               # of one kind of run
 
-Handled means: at worst one clear line and exit code 2; no traceback, no hang, nothing lost that was saved. Equal means:
-the run that went on came to the same metrics, completions, checkpoints and weights, bit for bit, as one without a
-fault. Prints a table and what was not as promised; with --out writes every case as JSON. The exit code is 1 if
-anything was not. What the faults are is in tests/faults, a module for each kind.
+A handled fault gives at worst one clear line and exit code 2, without a traceback, a hang, or a loss of saved data. In
+an equal run, metrics, completions, checkpoints and weights after the resume equal those of a run without a fault, bit
+for bit. Prints a table and the failures; --out writes every case as JSON. The exit code is 1 after any failure.
+tests/faults has a module for each kind of fault.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORKING = ("kills", "corruption")  # before the others start a device of JAX
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=WHOLE, metavar="KIND:COUNT[:NAME,…]", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (default: %(default)s)")
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def row(kind: str, cases: list[dict[str, Any]], seconds: float) -> str:
-    """A row of a table."""
+    """Return a row of a table."""
     handled = sum(case["handled"] for case in cases)
     compared = [case["equal"] for case in cases if case["equal"] is not None]
     equal = f"{sum(compared)} of {len(compared)} equal"

@@ -2,12 +2,11 @@
 
     python benchmarks/cartpole.py [--configs grpo ppo] [--seeds 10] [--out benchmarks/cartpole.json]
 
-Environment steps are those learned from: no padding, no evaluation. Seconds hold rollouts, updates and the evaluations
-of the config, alike on both sides; compilation is timed apart. Seeds that run together share all cores, as the command
-lets them; one seed has one. First every way to step and one and two threads are
-tried in PyTorch, and the fastest is the peer. Then both sides take turns, seed by seed; all seeds vmapped are run
-between them. Two cores could run two PyTorch processes: twice its figure on one core is the most they can do. Writes
-JSON and prints a table; about five minutes on two quiet cores.
+Environment steps exclude padding and evaluation. Seconds include rollouts, updates and the config's evaluations on both
+sides; compilation is timed separately. Parallel seeds share all cores, as in the command; a single seed has one core.
+First PyTorch tries every way to step, with one and two threads, and the fastest is the peer. Then both sides alternate,
+seed by seed, with runs of all vmapped seeds between them. Two PyTorch processes on two cores could reach at most twice
+the figure of one core. Writes JSON and prints a table; about five minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "gymnasium", "numpy")
 
 
 def machine() -> dict:
-    """Where this ran."""
+    """Describe this machine."""
     versions = {name: version(name) for name in PACKAGES}
     return grpo_iteration.machine() | {"jax_device": jax.devices()[0].device_kind, "versions": versions}
 
 
 def outcome(run: dict) -> dict:
-    """Adds the rate, and where the evaluation first reached SOLVED: environment steps and seconds."""
+    """Add the rate, and the environment steps and seconds at which the evaluation first reached SOLVED."""
     first = next((e for e in run["evaluations"] if e[3] >= SOLVED), None)
     return {
         **run,
@@ -66,7 +65,7 @@ class Jax:
         self.compile_seconds = time.perf_counter() - began
 
     def run(self, seed: int) -> list[dict]:
-        """Trains the seeds from `seed` on, together; one result each, with the seconds of all."""
+        """Train the seeds from `seed` on together; return one result each, with the seconds of all."""
         began = time.perf_counter()
         state = self.init(seed_keys(seed, self.count))
         evaluations = []
@@ -105,7 +104,7 @@ def ways_to_step(config: CartPoleConfig) -> list[dict]:
 
 
 def measure(config: CartPoleConfig, seeds: int) -> dict:
-    """Everything about one algorithm."""
+    """Measure one algorithm."""
     tried = ways_to_step(config)
     stepping, threads = tried[0]["stepping"], tried[0]["threads"]
     one, many = Jax(config, 1), Jax(config, seeds)
@@ -187,7 +186,7 @@ def table(results: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    """Measures, writes, prints."""
+    """Measure, write and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--configs", nargs="+", default=["grpo", "ppo"], help="NAME stands for configs/cartpole_NAME.yaml"

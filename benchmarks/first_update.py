@@ -2,10 +2,10 @@
 
     python benchmarks/first_update.py [small default]
 
-`small` is a text run of the size of grpo_iteration.py's case, by a Llama with random weights (TRL: that case's Qwen2);
-`default` is `grpo train` without a config, its measurement before training included. Seconds end when the first row of
-metrics.jsonl (TRL: the worker's report) is written; CPU seconds are those of the whole process. Prints JSON lines, the
-machine and its load first.
+`small` is a text run of the size of grpo_iteration.py's case, by a Llama with random weights (for TRL that case's
+Qwen2). `default` is `grpo train` without a config, with its evaluation before training. Seconds end when the first row
+of metrics.jsonl (for TRL the worker's report) is written; CPU seconds are those of the whole process. Prints JSON
+lines, beginning with the machine and its load.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def ending(model, case: work.Case):
 
 
 def environment(threads: int) -> dict[str, str]:
-    """A worker's environment: the same for all libraries."""
+    """Return a worker's environment, the same for all libraries."""
     count = str(threads)
     return {
         **os.environ,
@@ -157,7 +157,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def run_worker(library: str, given: work.Assignment, python: str) -> dict:
-    """One process of one library: its report, or {"error": the end of what it said}."""
+    """Run one process of one library; return its report, or {"error": the end of its output}."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: given.threads])
     script = BENCHMARKS / f"iteration_{library.partition('_')[0]}.py"
     command = ["taskset", "-c", cores, python, str(script), *work.command_line(given)]
@@ -255,7 +255,7 @@ def least(library: str, rows: dict[str, dict], key: str) -> float:
 
 
 def told(values: list[float]) -> str:
-    """The median of the rounds, and between what they lie where there are several."""
+    """Return the median of the rounds, with their range if there are several."""
     middle = f"{statistics.median(values):.2f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
 
@@ -286,7 +286,7 @@ def table(results: list[dict]) -> str:
 
 
 def machine() -> dict:
-    """Where this ran."""
+    """Describe this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     load = round(os.getloadavg()[0], 2)  # of others: above 0.5 the figures are those of a busy machine

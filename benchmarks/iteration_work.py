@@ -68,7 +68,7 @@ class Case:
 
     @property
     def positions(self) -> int:
-        """How many tokens the model's config says a row may have; more only where the case needs them."""
+        """Return the model's maximum positions; more only if the case needs them."""
         return max(POSITIONS, self.prompt_tokens + self.new_tokens)
 
     @property
@@ -159,7 +159,7 @@ def versions(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker is told: the case, the model's folder, how many iterations, and which way of several."""
+    """A worker's assignment: the case, the model's folder, the number of iterations, and the variant."""
 
     case: Case
     folder: Path
@@ -197,9 +197,9 @@ def write_report(given: Assignment, rows: Sequence[dict[str, float]], packages: 
     """Writes seconds by phase of each iteration (the first compiles), peak memory and versions.
 
     Args:
-        given: What was asked.
+        given: The assignment.
         rows: One per iteration: "sampling", "logprobs" and "total" seconds; the rest of the total is the update. And
-            "tokens", how many were written, where something ends before T.
+            "tokens", the number of generated ones, if completions end before T.
         packages: Distributions whose versions matter.
         **more: Further facts.
     """

@@ -3,10 +3,10 @@
     python benchmarks/miniature.py [--seeds 0 1 2 | --fresh 20] [--variants gdpo grpo raft ppo shuffled scenes]
                                    [--jobs 1] [--out DIR]
 
-Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
-attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
-rewrite, and the share of the gap that was closed. "shuffled" permutes the training rewards within each group: what
-it gains is not learned from the rewards. "scenes" is the harder world, where figures are by kind of request too.
+Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: pixel accuracy on the same
+held-out prompts, before, after, with the oracle's rewrite, and the closed share of the gap. "shuffled" permutes the
+training rewards within each group, so that its gain is not learned from rewards. "scenes" is the harder world, with
+figures also by kind of request.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def control(arm: str, seed: int):
 
 
 def one(options: list[str], change=None) -> None:
-    """A single run in this process; `change` makes another score of its own."""
+    """Run once in this process; `change` replaces the score."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.ahead import compile_ahead
@@ -149,7 +149,7 @@ def kinds_table(results: list[dict]) -> str:
 
 
 def main() -> None:
-    """Runs everything and prints the figures."""
+    """Run everything and print the figures."""
     if sys.argv[1:2] == ["--one"]:
         variant, seed, run_dir, *extra = sys.argv[2:]
         one(["--seed", seed, "--run_dir", run_dir, *VARIANTS[variant], *extra], control(variant, int(seed)))

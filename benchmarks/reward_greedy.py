@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def answers(folder: Path, adapter: Path | None, rows: list[dict[str, str]]) -> list[str]:
-    """What the model says to each prompt; without an adapter, what it says before training."""
+    """Return the model's answer to each prompt; without an adapter that before training."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, adapter).merge_and_unload() if adapter else model

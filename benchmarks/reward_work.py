@@ -43,7 +43,7 @@ def digits(prompts: list[str], completions: list[str], answer: list[str], **_: o
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker is told: folder, prompts, seed, number of steps, which way of several, when it was started."""
+    """A worker's assignment: folder, prompts, seed, number of steps, variant, time of its start."""
 
     folder: Path
     rows: Path
@@ -68,7 +68,7 @@ def assignment(arguments: Sequence[str] | None = None) -> Assignment:
 
 
 def cpu_seconds() -> float:
-    """Of this process since it began, imports included, and of its children that ended."""
+    """Return the CPU seconds of this process, with imports, and of its finished children."""
     return sum(os.times()[:4])
 
 

@@ -70,7 +70,7 @@ def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, co
 
 
 def called(script: str, given: task.Assignment, rows: list[dict[str, str]], core: int) -> dict:
-    """What a script says of its assignment, in a process of its own on that core; or said in an earlier call."""
+    """Return a script's report on its assignment, run in its own process on that core, or by an earlier call."""
     out = given.out
     if not out.exists():
         given.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +109,7 @@ def step_seconds(report: dict) -> float:
 
 
 def faster(library: str, work: Path, core: int) -> tuple[str, dict[str, dict]]:
-    """The variant that takes less, and what was measured of each."""
+    """Return the faster variant, and the measurements of each."""
     runs = {variant: run_worker(library, variant, 0, SHORT, work, core) for variant in VARIANTS[library]}
     measured = {
         name: {"step": round(step_seconds(run), 2), "peak_mib": round(run["steps"][-1]["peak_mib"])}

@@ -3,12 +3,12 @@
     python benchmarks/evidence/vision.py [--arms seeing blind] [--seeds 0 1 2] [--jobs 1] [--out runs/vision_evidence]
                                          [--section.field VALUE …]
 
-Each run is `prompt_refinement_miniature` with another seed, through the real command; one that was stopped goes on, one
-that is there is not run again. Then its exported policy is measured anew, prompt by prompt. *seeing* writes a prompt,
-sees what a hidden lens made of it, and writes another; *blind* is the control, trained and measured without the
-picture. The seeing policy is measured blind and with wrong pictures too, and with two samples of its first turn, of
-which the reward chooses one (or the checker, which no user has). Prints JSON and Markdown: shares of requested
-attributes that the pixel checker finds, with 95 % intervals from resampling seeds and prompts.
+Each run is `prompt_refinement_miniature` with another seed, through the real command. A stopped run continues, and a
+finished one does not run again. Then its exported policy is measured prompt by prompt. *seeing* writes a prompt, sees
+its picture behind a hidden lens, and writes another; *blind* is the control, trained and measured without the picture.
+The seeing policy is also measured blind, with wrong pictures, and with the better of two samples of its first turn,
+chosen by the reward or the checker. Prints JSON and Markdown: pixel accuracies, with 95 % intervals from resampling
+seeds and prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEASURE = "pixel_accuracy"
 
 
 def load(run_dir: Path) -> Any:
-    """The parts of a finished run, with the policy that it exported."""
+    """Load a finished run, with its exported policy."""
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import run_config
 
@@ -55,7 +55,7 @@ def collected(ctx: Any, sample: Any, environment: Any) -> Any:
 
 
 def by_prompt(run_dir: Path) -> dict[str, list[float]]:
-    """Pixel accuracy of each held-out prompt, by what was measured."""
+    """Return the pixel accuracy of each held-out prompt, by measurement."""
     ctx = load(run_dir)
     environment, place = ctx.fns, ctx.fns.eval_reward_names.index(MEASURE)
     found = {}
@@ -142,7 +142,7 @@ def _again(rng: np.random.Generator, seeds: list[np.ndarray]) -> list[np.ndarray
 
 
 def intervals(results: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Mean and interval of each measurement of each arm, and of the differences that the claim is about."""
+    """Return mean and interval of each measurement of each arm, and of the claimed differences."""
     values: dict[tuple[str, str, str], list[np.ndarray]] = {}
     for row in results:
         for name, prompts in row["by_prompt"].items():
@@ -177,7 +177,7 @@ def table(results: list[dict[str, Any]], found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Runs everything and prints the figures."""
+    """Run everything and print the figures."""
     if sys.argv[1:2] == ["--measure"]:
         run_dir = Path(sys.argv[2])
         (run_dir / "by_prompt.json").write_text(json.dumps(by_prompt(run_dir)) + "\n")

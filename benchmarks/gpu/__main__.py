@@ -2,9 +2,9 @@
 
     python benchmarks/gpu [--tiny] [--parts correctness handover …] [--out benchmarks/gpu.json]
 
-Each part runs in a process of its own (tiny ones share it), most of them under two minutes, eight minutes in all; what
-lacks a package is left out with a reason, and so is what no time is left for. `--parts NAME` gives a part its whole
-limit. Writes one JSON and prints one table. The exit code is 1 where something failed or disagreed.
+Each part runs in its own process (tiny ones share one), mostly under two minutes, and eight minutes in all. A part
+without its package, or without time left, is skipped with the reason. `--parts NAME` gives a part its whole limit.
+Writes one JSON and prints one table. The exit code is 1 if anything failed or disagreed.
 """
 
 import sys

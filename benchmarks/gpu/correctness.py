@@ -1,8 +1,8 @@
 """Results on the GPU against the CPU, and against transformers on the CPU: kernels, decoder, update and more.
 
-Products are float32 in full where nothing else is said (`jax.default_matmul_precision("highest")`; a card would
-round them to TF32). What is compared with transformers here the tests compare on the CPU, for more fields.
-Without a card the first device is the CPU, and its differences from itself are 0.
+Products are in full float32 by default (`jax.default_matmul_precision("highest")`; a GPU would round them to TF32). The
+tests make the comparisons with transformers on the CPU, for more fields. Without a GPU the first device is the CPU, and
+its differences from itself are 0.
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ HERE = Path(__file__).resolve().parent
 BUDGET = 480.0
 """Seconds of all parts together."""
 LIMIT = 115.0
-"""Seconds of a part that names no limit of its own, after which it is ended; what it has found by then counts."""
+"""Default limit of a part in seconds, after which it is ended; its results so far count."""
 LEAST = 10.0
-"""Seconds with which no part is begun."""
+"""Smallest remaining seconds to begin a part."""
 SHARE = 0.8
-"""Of a part's seconds: after them it begins no further measurement."""
+"""Share of a part's seconds after which it begins no further measurement."""
 
 
 class Part(NamedTuple):
-    """A file beside this one, which of its measurements, and the seconds after which it is ended."""
+    """A file beside this one, its measurements to run, and its limit in seconds."""
 
     module: str
     arguments: tuple[str, ...] = ()
@@ -50,13 +50,13 @@ PARTS = {
     "resuming": Part("resuming"),
     "decode-1.5B": Part("decode", ("1.5B",)),
 }
-"""In the order of their worth: the last ones may find no time left."""
+"""By importance: there may be no time for the last ones."""
 TINY = (("plan", "correctness", "handover", "iteration", "decode-0.5B", "update", "long"), ("resuming",))
-"""By process: where everything is tiny, importing takes longest. Other sizes would be the same tiny shape again."""
+"""By process, because imports dominate tiny parts. Other sizes would be the same tiny shape."""
 
 
 def describe() -> Figures:
-    """This machine, its first device and what is installed; a process of its own asks, for it takes the card."""
+    """Describe this machine, its first device and packages, in a process of its own, which takes the GPU."""
     import jax
     from iteration_work import versions
 
@@ -81,7 +81,7 @@ def _driver() -> str | None:
 
 
 def environment(programs: str) -> dict[str, str]:
-    """A part's environment: JAX takes memory as it needs it, and what one run compiled another finds.
+    """Return a part's environment: no preallocation, and a shared cache of compiled programs.
 
     Nothing is fetched from a network.
     """
@@ -101,7 +101,7 @@ def environment(programs: str) -> dict[str, str]:
 
 
 class Told(NamedTuple):
-    """What a process left: its JSON, or None; how it ended ("" for well); the last it said."""
+    """Result of a process: its JSON, or None; its error ("" for none); its last output."""
 
     found: Any
     ending: str
@@ -109,7 +109,7 @@ class Told(NamedTuple):
 
 
 def run_worker(words: Sequence[str], seconds: float, folder: Path) -> Told:
-    """This script in a process of its own, ended with all that it started where it takes longer."""
+    """Run this script in a process of its own; end it with its children after the limit."""
     out, log = folder / "out.json", folder / "log.txt"
     out.unlink(missing_ok=True)
     command = [sys.executable, str(HERE), *words, "--out", str(out)]
@@ -131,7 +131,7 @@ def run_worker(words: Sequence[str], seconds: float, folder: Path) -> Told:
 
 
 def run_parts(names: Sequence[str], tiny: bool, left: float, folder: Path) -> dict[str, Figures]:
-    """What parts found in one process, its seconds, and what it said if it did not end well or something failed."""
+    """Return the results of parts in one process, its seconds, and its output after a failure."""
     seconds, start = min(sum(PARTS[name].limit for name in names), left), time.monotonic()
     if seconds < LEAST:
         return {name: {"skipped": "no time was left", "measurements": {}} for name in names}
@@ -148,7 +148,7 @@ def run_parts(names: Sequence[str], tiny: bool, left: float, folder: Path) -> di
 
 
 def do_parts(names: Sequence[str], tiny: bool, seconds: float, out: Path) -> None:
-    """A worker's work; the file always holds what was found so far."""
+    """Do a worker's work; the file always has all results so far."""
     found: dict[str, dict[str, Figures]] = {}
 
     def tell(name: str, rows: dict[str, Figures]) -> None:
@@ -215,7 +215,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 1 where something failed or disagreed."""
+    """Run the command; return 0, or 1 if anything failed or disagreed."""
     chosen = options(arguments)
     if chosen.worker == ["describe"]:
         keep(describe(), chosen.out)
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def drive(chosen: argparse.Namespace) -> int:
-    """Describes the machine, runs the parts, writes and prints."""
+    """Describe the machine, run the parts, write and print."""
     deadline = time.monotonic() + chosen.budget
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

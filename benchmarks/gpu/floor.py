@@ -15,7 +15,7 @@ FLOAT = 4  # bytes
 
 
 class Work(NamedTuple):
-    """What a phase has to do: floating-point operations (a multiply-add is two) and bytes to and from memory."""
+    """Necessary work of a phase: floating-point operations (a multiply-add is two) and bytes of memory traffic."""
 
     flops: float
     bytes: float

@@ -39,7 +39,7 @@ WITHIN = 0.1  # of what was measured
 
 
 def measurements(tiny: bool) -> Measurements:
-    """The iterations, then the plan: its compiling must not be part of the peak."""
+    """Return the iterations, then the plan, whose compilation must not count in the peak."""
     return {
         "7 B with LoRA, an iteration": functools.partial(iterate, tiny),
         "its peak memory beside --plan's": functools.partial(beside_the_plan, tiny),
@@ -161,7 +161,7 @@ def iterate(tiny: bool) -> Figures:
 
 
 def beside_the_plan(tiny: bool) -> Figures:
-    """What the plan says the policy needs, and how far that is from what was taken at most."""
+    """Return the plan's memory of the policy, and its difference from the measured peak."""
     measured = iterate(tiny)["peak_bytes"]
     memory, _ = plan_policy(*shipped(tiny))
     parts = {

@@ -15,22 +15,22 @@ from typing import Any
 
 Figures = dict[str, Any]
 Measurements = Mapping[str, Callable[[], Figures]]
-"""By name, in the order of their worth: the last ones may find no time left."""
+"""By name and importance: there may be no time for the last ones."""
 
 
 class Skip(Exception):
-    """A measurement cannot be made here; the message says why."""
+    """A measurement that is impossible here; the message has the reason."""
 
 
 def needs(*packages: str) -> None:
-    """Skips a measurement where a package is missing."""
+    """Skip a measurement if a package is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise Skip(f"the package {package} is not installed")
 
 
 def needs_torch_beside_jax() -> str:
-    """The torch device where JAX's first is: "cuda" on a card, "cpu" without; skips where torch cannot use it."""
+    """Return torch's device of JAX's first device, "cuda" or "cpu"; skip if torch cannot use it."""
     needs("torch")
     import jax
     import torch
@@ -66,7 +66,7 @@ def outcome(measure: Callable[[], Figures], left: float) -> Figures:
 
 
 def release() -> None:
-    """Gives back what the last measurement held, so that the next one finds the card empty."""
+    """Free the memory of the last measurement, so that the next one has an empty GPU."""
     gc.collect()
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -75,7 +75,7 @@ def release() -> None:
 
 
 def work(measurements: Measurements, seconds: float, tell: Callable[[dict[str, Figures]], None]) -> None:
-    """Makes all measurements for which there are seconds; tell(those made so far) after each."""
+    """Make all measurements for which there is time; call tell(results so far) after each."""
     deadline, rows = time.monotonic() + seconds, {}
     for name, measure in measurements.items():
         rows[name] = outcome(measure, deadline - time.monotonic())
@@ -84,7 +84,7 @@ def work(measurements: Measurements, seconds: float, tell: Callable[[dict[str, F
 
 
 def keep(content: Any, path: Path) -> None:
-    """Writes JSON that is there as a whole or as it was."""
+    """Write JSON atomically."""
     beside = path.with_suffix(".writing")
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(beside, path)

@@ -4,8 +4,8 @@
                                                [--json FILE] [--ranks FILE.npy]
 
 A causal Transformer over a user's items; the next item is scored by the cosine of its embedding and the last state over
-a temperature, which learns faster here than their plain product. It is trained on what training may know, all items of
-a user but the last two, with a sampled softmax: the target against items drawn uniformly for the batch, corrected for
+a temperature, which learns faster here than their plain product. It is trained on all items of a user but the
+last two, with a sampled softmax: the target against items drawn uniformly for the batch, corrected for
 how rarely each is drawn. With one negative, as first published, SASRec earns much less (Klenitskiy & Vasilev 2023,
 https://arxiv.org/abs/2309.07602; Petrov & Macdonald 2023, https://arxiv.org/abs/2308.07192). The epoch that is best on
 validation users is kept.

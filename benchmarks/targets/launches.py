@@ -1,6 +1,6 @@
 """Kernels and copies of a compiled program, read from XLA's optimised text.
 
-A loop counts as often as it turns: XLA writes down how often where it knows, and decoding turns once for each token.
+A loop counts once per iteration: XLA writes down known numbers, and decoding has one iteration per token.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Computation = dict[str, Instruction]
 
 
 class Reading(NamedTuple):
-    """What one run of a program does.
+    """The launches of one run of a program.
 
     Attributes:
         kernels: Launches, those of loops counted turn by turn.
@@ -98,7 +98,7 @@ class Reading(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What to look for: numbers of elements of weight matrices and of a layer's caches, layers, turns of decoding."""
+    """Sizes to find: numbers of elements of weight matrices and of a layer's caches, layers, decoding iterations."""
 
     weights: frozenset[int]
     caches: frozenset[int]
@@ -174,7 +174,7 @@ class Step(NamedTuple):
 
 
 def steps(computations: Mapping[str, Computation], entry: str, turns: int = 0) -> list[Step]:
-    """Return what a run of the program launches.
+    """Return the launches of a run of the program.
 
     The loops of unknown length write `turns` tokens together, one for each size of the cache; those over fewer rows,
     which go on where half of the prompts are done, do not turn.
@@ -230,7 +230,7 @@ def _token_turns(computations: Mapping[str, Computation], turns: int) -> dict[st
 
 
 def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
-    """Read what a compiled program does."""
+    """Read a compiled program."""
     computations, entry = parse_program(compiled.as_text() or "")
     listed = steps(computations, entry, sizes.turns)
     return Reading(

@@ -1,10 +1,10 @@
 """Make the compositional prompts of the package: `python -m scripts.compositional`.
 
-Prompts that a picture can get wrong one part at a time: objects, counts, colours, places and what belongs to what, in
-the manner of GenEval (Ghosh et al. 2023, arXiv:2310.11513), with yes-or-no questions for a judge that sees in place
-of an object detector (`questions@NAME`, docs/judges.md). Each prompt is made of combinations, and one that is held
-out is asked for in no other split: a pair of objects (together or in their places), a number of an object, a colour
-of an object (alone or bound beside another, where the pair may be one that is known).
+They ask for objects, numbers, colours, positions and bindings, in the manner of GenEval (Ghosh et al. 2023,
+arXiv:2310.11513). Yes-or-no questions for a judge with pictures replace the object detector (`questions@NAME`,
+docs/judges.md). Each prompt has combinations, and a held-out combination is in no other split: a pair of objects
+(together or in positions), a number of an object, a colour of an object (alone or bound beside another one; that pair
+may be known).
 """
 
 import itertools

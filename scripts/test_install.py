@@ -3,9 +3,9 @@
     python scripts/test_install.py                                        every extra, one after the other
     python scripts/test_install.py --extra recommendation --python python3.13
 
-Source archive and wheel are built once, the wheel from the archive. Environments lie in a temporary folder and go as
-soon as their extra is done; one with torch takes 5 GB and some minutes. Python 3.11 gets the versions of
-constraints.txt, others what pip finds. Runs on the standard library alone.
+Source archive and wheel are built once, the wheel from the archive. Environments are in a temporary folder and are
+removed after their extra; one with torch takes 5 GB and some minutes. Python 3.11 gets the versions of
+constraints.txt, other Pythons pip's choice. The script needs the standard library only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Build and measure the miniature, from the root of the repository.
 
     python -m scripts.miniature.build all|PART   trains into bridges/miniature/weights
-    python -m scripts.miniature.build check      measures what is there, writes figures.json
+    python -m scripts.miniature.build check      measures it, writes figures.json
 
---out FOLDER builds and measures there instead; --steps and --prompts make a trial of it, which the package's own
-weights refuse. Seeds are fixed. Renderer and scorer may be trained at the same time, in two processes of one thread
-each: on two busy cores that took 45 and 31 minutes, the policy 7, the one that sees 12 (about half of it on idle ones).
-The parts of the harder world take 11 minutes of one core together; its renderer starts from the first world's.
+--out FOLDER builds and measures there instead. --steps and --prompts make a trial, which is refused for the package's
+own weights. Seeds are fixed. Renderer and scorer may train at the same time, in two processes of one thread each. On
+two busy cores they took 45 and 31 minutes, the policy 7, the one with pictures 12 (about half on idle cores). The
+parts of the harder world take 11 minutes of one core together; its renderer starts from the first world's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An ``AutoencoderKL`` that is the identity, so that at 32×32 the diffusion happens in pixels.
 
-Its weights are set, not trained. Residual branches are switched off by zero convolutions; what remains are two
-group normalisations and two SiLUs on the way in and on the way out. Each colour travels as the channel group
-(εx, −εx, 1, −1), whose mean is 0 and whose deviation is a constant up to ε²; and silu(y) − silu(−y) = y.
+Its weights are set, not trained. Zero convolutions switch off the residual branches, so two group normalisations
+and two SiLUs remain on the way in and out. A colour x is the channel group (εx, −εx, 1, −1), whose mean is 0 and
+whose deviation is constant up to ε²; and silu(y) − silu(−y) = y.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """SFT data of the miniature's policy with pictures: conversations about pictures.
 
-Two kinds. *Recreate*: a picture, and the words that draw it. *Refine*: a request, a prompt for it, the picture that
-came out behind a hidden lens, and a second prompt that undoes the lens. Sound lessons are right throughout and speak of
-every scene. Weak ones, of the training split alone, are how the policy starts: a picture's words are right for part of
-what is seen and mostly wrong for the rest, and a second prompt more often repeats the first than mends it.
+There are two kinds. *Recreate* has a picture and its words. *Refine* has a request, a prompt for it, its picture
+behind a hidden lens, and a second prompt that corrects the lens. Correct conversations cover every scene. Weak
+ones, of the training split only, define the policy's start: the words are right for a part of a picture and mostly
+wrong for the rest, and the second prompt repeats the first more often than it corrects it.
 """
 
 from __future__ import annotations

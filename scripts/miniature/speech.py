@@ -1,7 +1,7 @@
 """The two grammars of the miniature's captions, and the package's casual prompts.
 
-The *canonical* grammar names all six attributes, one word each, in one fixed form; it is the only language the renderer
-was trained on. The *casual* grammar is how people ask: other words, loose order, things left unsaid.
+The *canonical* grammar names all six attributes, one word each, in one fixed form; the renderer was trained on it only.
+The *casual* grammar has other words, a loose order, and missing attributes.
 
     python -m scripts.miniature.speech      # writes bridges/miniature/world_prompts.jsonl.gz and that of the scenes
 """

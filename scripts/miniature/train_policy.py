@@ -1,9 +1,9 @@
 """Make the miniature's initial policy by SFT with the library's own trainer.
 
-It starts as a pretrained model does: it knows the form of a canonical caption, and has heard of the casual words.
-What it was told each of them means is right in three cases of ten, the same wrong thing in four, anything in the
-rest, and it was shown captions with attributes left out. Its likeliest answer is therefore mostly wrong: what
-reinforcement learning gains from here is learned, not sharpened.
+It starts like a pretrained model: it knows the form of a canonical caption, and has seen the casual words. SFT
+gives each of them the right meaning in three cases of ten, the same wrong meaning in four, and a random one in the
+rest, and shows captions with missing attributes. The likeliest answer is therefore mostly wrong, so any gain of
+reinforcement learning is learned, not sharpened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Make the miniature's initial policy with pictures by SFT, in three parts.
 
-First the tower alone learns to see, from pictures of all scenes: linear heads, thrown away afterwards, read from its
-states what is shown. Then, with the tower as it is, the language model learns from sound lessons (`lessons`) to
-name, to translate and to mend, and is at last told weak ones: it keeps the form, and what it says becomes mostly wrong.
+First the tower alone learns to see, from pictures of all scenes: linear heads, discarded afterwards, read the
+attributes from its states. Then, with a frozen tower, the language model learns from correct conversations
+(`lessons`) to name, to translate and to correct. Last it sees weak ones: it keeps the form, and its texts become
+mostly wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train the miniature's renderer: a ``StableDiffusion3Pipeline`` with small transformer and text encoders.
 
-Rectified flow in pixels on endless true pictures, both text encoders learning along, on canonical complete
-captions alone (one in twenty empty, for guidance). The loss leans on the pixels of the shape, which are few and
-would otherwise be learned last.
+Rectified flow in pixels trains on endless true pictures, with both text encoders, on complete canonical captions
+only (one in twenty is empty, for guidance). The loss weighs the few pixels of the shape more, which would otherwise
+be learned last.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Train the miniature's scorer: an open_clip ``CLIP`` for canonical and casual words.
 
-Half of each batch are variants of the other half, a few attributes changed. Two losses share the similarities: the
-contrastive one (every picture that has all a caption asks for is a positive), and a graded one that asks the cosine
-to fall evenly with the share of asked-for attributes that are wrong, which makes it a reward one can climb.
-Attribute heads on the picture tower help it to learn position and sharpness; they are thrown away.
+Half of each batch are variants of the other half, with a few attributes changed. Two losses share the similarities.
+The contrastive loss counts every picture with all attributes of a caption as a positive. The graded loss makes the
+cosine fall evenly with the share of wrong attributes, so that it is a dense reward. Attribute heads on the picture
+tower help it to learn position and sharpness; they are discarded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Train the scorer of the miniature's harder world (`scenes`): an open_clip ``CLIP`` for both grammars.
 
-Each casual request is filled in to a scene, and that scene is changed in one way for a near miss. Losses are those of
-`train_scorer`, contrastive and graded by the share of what a text asks for that a picture lacks, and the graded one
-again of near misses alone. Heads on both towers name what stands where, and are thrown away. The texts' tower learns to
-read before it sees a picture, from positions that begin as large as words: else it learns a bag of words, to which
-"red circle, blue square" and "blue circle, red square" are the same. The checker takes no part.
+Each casual request is completed to a scene, and one change makes a near miss. Losses are those of `train_scorer`:
+contrastive, and graded by the share of a text's attributes that a picture lacks, once more for near misses only.
+Heads on both towers name objects and positions, and are discarded. The text tower learns to read before it sees a
+picture, from position embeddings as large as those of words. Otherwise it learns a bag of words, in which "red
+circle, blue square" and "blue circle, red square" are equal. The checker is not used.
 """
 
 from __future__ import annotations

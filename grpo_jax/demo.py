@@ -145,7 +145,7 @@ def _note(judged: Mapping[str, Episode]) -> str:
         if not episode.last.valid
     ]
     if any(math.isnan(score) for episode in judged.values() for score in episode.last.rewards.values()):
-        notes.append("A score of – asks for a column of the data, which a typed prompt has not, or its judge failed.")
+        notes.append("A score of – means that the reward needs a column of the data, or that its judge failed.")
     return " ".join(notes)
 
 

@@ -89,7 +89,7 @@ def _object(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     values: dict[str, object] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"{short_repr(key)} stands twice in one object")
+            raise ValueError(f"{short_repr(key)} occurs twice in one object")
         values[key] = value
     return values
 
@@ -109,7 +109,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
                 line = key.start_mark.line + 1
-                raise yaml.YAMLError(f"line {line}: {short_repr(key.value)} stands twice in one section")
+                raise yaml.YAMLError(f"line {line}: {short_repr(key.value)} occurs twice in one section")
             seen.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep)
 

@@ -87,7 +87,7 @@ class Console:
         """Write a line only to the log."""
         if self._stream.lost and not self._noted:
             self._noted = True
-            self._log.write("warning: the terminal is gone; the run goes on\n")
+            self._log.write("warning: the terminal is gone; the run continues\n")
         self._log.write(text + "\n")
 
     @contextmanager
@@ -188,7 +188,7 @@ def suspicions(summary: Values) -> list[str]:
         values = summary["evaluation"].get(name, {})
         before, after = (math.nan if (value := values.get(when)) is None else value for when in ("before", "after"))
         lines.append(
-            f"suspect: {name} fell from {before:.3g} to {after:.3g} while the reward rose: the policy may please the "
-            "reward alone; read its completions"
+            f"suspect: {name} fell from {before:.3g} to {after:.3g} while the reward rose: the policy may hack the "
+            "reward; read its completions"
         )
     return lines

@@ -274,7 +274,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
     if function is JUDGE_AS_REWARD:
         judge = judges[resolved.judge]
         if not callable(judge):
-            raise UserError(f"{name}: judges.{resolved.judge} is no reward by itself; name one that asks it")
+            raise UserError(f"{name}: judges.{resolved.judge} is not a reward; name one that uses it")
         return judge
     judge_names = {argument: argument for argument in arguments_of(function) if argument in judges}
     if resolved.judge:

@@ -63,7 +63,7 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
     if config.policy.path != NEW:
         return
     if vocabulary is None:
-        raise UserError("policy.path: expected a folder, got 'new': this task has no words to make a policy of")
+        raise UserError("policy.path: expected a folder, got 'new': this task has no words for a new policy")
     folder, section = Path(policy_folder(config)), config.policy.new
     if not (folder / "config.json").is_file():
         write_policy(

@@ -189,7 +189,7 @@ def ending_together(run_dir: str) -> Iterator[None]:
     except Exception as error:
         if process_count() > 1:
             if _is_of_another(error):
-                again = f"its last checkpoint is sound; go on with --resume --run_dir {run_dir}"
+                again = f"its last checkpoint is sound; continue with --resume --run_dir {run_dir}"
                 complain(f"error: another process of the run is gone: {again}")
                 os._exit(1)  # JAX would wait for it, and abort
             if isinstance(error, UserError | StageError) and not is_reported():

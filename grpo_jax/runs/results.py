@@ -127,7 +127,7 @@ def samples_tables(summary: Record) -> list[Table]:
         return []
     note = (
         f"{samples['k']} completions of each held-out prompt at temperature {samples['temperature']:g}. A completion "
-        f"passes that reaches {samples['threshold']:g}. In brackets: 95 % intervals, over prompts."
+        f"passes if it reaches {samples['threshold']:g}. Brackets have 95 % intervals over prompts."
     )
     rows = [
         (name, statistic, *(_interval(values.get(when)) for when in samples["when"]))

@@ -71,7 +71,7 @@ class Progress(NamedTuple):
         try:
             return cls(**meta["progress"])
         except (KeyError, TypeError):
-            told = f"{where}: its checkpoints are of another version of grpo_jax: go on with that version"
+            told = f"{where}: its checkpoints are of another version of grpo_jax: continue with that version"
             raise UserError(told) from None
 
 
@@ -326,7 +326,7 @@ class Session:
         """Log how to resume a run that was stopped after `done` iterations; return its result."""
         saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
         when = f"after iteration {done}" if done else "before the first iteration"
-        self.output.info(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
+        self.output.info(f"{saved} {when}: continue with --resume --run_dir {self.config.run_dir}")
         return {"stopped": True, "iteration": done}
 
     def finish(self, progress: Progress, finished: Finished) -> Record:
@@ -399,4 +399,4 @@ def explained(
 
 
 def _again(run_dir: str | None, resumable: bool) -> str:
-    return f"go on with --resume --run_dir {run_dir}" if resumable else "start again"
+    return f"continue with --resume --run_dir {run_dir}" if resumable else "start again"

@@ -87,9 +87,9 @@ def run_sft(
     """
     config, section = ctx.config, ctx.config.sft
     if ctx.task_data.pairs is None:
-        raise UserError(f"sft.steps: expected 0, this task has nothing to teach; got {section.steps}")
+        raise UserError(f"sft.steps: expected 0, this task has no SFT pairs; got {section.steps}")
     pairs = teachable(ctx, ctx.task_data.pairs(), info)
-    most = f"at most {len(pairs)}, as many as there are pairs to teach"
+    most = f"at most {len(pairs)}, the number of SFT pairs"
     require(section.batch <= len(pairs), "sft.batch", most, section.batch)
     state, step = make_sft(ctx)
     done, seconds = 0, 0.0
@@ -97,7 +97,7 @@ def run_sft(
         free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
         state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["sft"]
-        info(f"SFT goes on after update {done} of {section.steps}")
+        info(f"SFT continues after update {done} of {section.steps}")
     started = time.monotonic() - seconds
 
     def save(step: int, state: TrainState, *, wait: bool) -> None:

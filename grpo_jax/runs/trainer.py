@@ -83,7 +83,7 @@ def train(
                 else:
                     loaded = config.task.load(TaskSetup(config, None, output.info))
         except Stopped:
-            output.info(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
+            output.info(f"stopped while loading: continue with --resume --run_dir {config.run_dir}")
             return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep, warning=output.warning) as checkpoints:
@@ -176,7 +176,7 @@ class Trainer:
         identity = identity_of(self.config, self.ctx.task_data.identity)
         before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
         if before != now:
-            output.warning(f"the training rows have changed: {before} → {now}; the run goes on with the new ones")
+            output.warning(f"the training rows have changed: {before} → {now}; the run continues with the new ones")
         done, iterations = progress.iteration, self.iterations
         self.session.keep_config()
         template = self.learner.start(self.ctx.policy.variables)
@@ -190,10 +190,10 @@ class Trainer:
         output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
             output.info(
-                f"the run has {iterations} iterations now, it had {progress.iterations}: schedules go by the new length"
+                f"the run has {iterations} iterations now, it had {progress.iterations}: schedules use the new length"
             )
         if progress.best_iteration and "best" not in checkpoints.available():
-            output.warning("there is no sound best checkpoint any more: the next validation makes one")
+            output.warning("no valid best checkpoint is left; the next validation makes one")
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = restored_state(saved, template.variables)
         self.progress = progress._replace(iterations=iterations, identity=identity)

@@ -102,7 +102,7 @@ def test_the_plan_counts_its_weights_which_must_be_there(make, kind, part, tmp_p
 def test_a_judge_that_is_no_reward_says_so_before_anything_runs():
     sections = make_config(task="text", rewards=[{"name": "pick"}]).rewards
     (wanted,) = resolve_rewards(sections, (), TaskRewards(), ("pick",)).maximised
-    with pytest.raises(UserError, match=r"pick: judges.pick is no reward by itself; name one that asks it"):
+    with pytest.raises(UserError, match=r"pick: judges.pick is not a reward; name one that uses it"):
         bind(wanted, {"pick": object()})
     given = make_config(task="text", rewards=[{"name": "pick", "options": {"size": 2}}]).rewards
     with pytest.raises(UserError, match=r"rewards.pick.options: expected arguments of the reward \(it has none\)"):

@@ -160,7 +160,7 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(hub, tmp_path, capsy
         assert refused(*given) == f"error: push_to_hub: expected OWNER/NAME of a repository, got {name}\n"
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "nobody"))
-    nobody = "error: push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN\n"
+    nobody = "error: push_to_hub: not logged in to the hub; run `hf auth login`, or set HF_TOKEN\n"
     assert refused("--push_to_hub", "me/sums") == nobody
     words = ["--task=text", "--policy.path=nowhere", "--data.prompts=x.txt", "--rewards=m:f", "--push_to_hub=me/sums"]
     assert train.main([*words, f"--run_dir={tmp_path / 'run'}"]) == 2

@@ -54,7 +54,7 @@ def test_split_column_decides():
         (b'{"prompt": "x", "n": NaN}', "'NaN' is no finite number"),
         (b'{"prompt": "\\ud800"}', "half a character"),
         (b'{"prompt": "a\\u0000b"}', "holds a NUL character"),
-        (b'{"prompt": "x", "prompt": "y"}', "'prompt' stands twice in one object"),
+        (b'{"prompt": "x", "prompt": "y"}', "'prompt' occurs twice in one object"),
         (b'{"prompt": "x", "t": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'\xef\xbb\xbf{"prompt": "x"}', "not JSON (Unexpected UTF-8 BOM"),
     ],

@@ -48,7 +48,7 @@ def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_ch
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "stop_requests", lambda: contextlib.nullcontext(asked))
         assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
-    assert " before the first iteration: --resume" in capsys.readouterr().out
+    assert " before the first iteration: continue with --resume" in capsys.readouterr().out
     with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
         checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
     (run / "thesis.txt").write_text("years of work")
@@ -107,7 +107,7 @@ def test_a_reward_beyond_its_time_limit_is_told_of_the_pool(place, tmp_path, cap
     assert train_here(place.config, run, "--resume", "--judge_timeout=1", judge="hang:0") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: stage 'score' failed on chunk 0: reward letters: no result after 1 s. Saved after")
-    assert f"fix the reward and go on with --resume --run_dir {run}, give it more time (--judge_timeout)" in line
+    assert f"fix the reward and continue with --resume --run_dir {run}, give it more time (--judge_timeout)" in line
     assert line.endswith("a pool of one Ray actor, which can be killed (judges.NAME.pool, docs/judges.md)")
 
 
@@ -118,7 +118,7 @@ def test_a_reward_that_raises_is_shown_with_its_line_and_logged_with_its_traceba
     source = place.judge.read_text().splitlines()
     number = 1 + source.index('        raise RuntimeError("the reward is away")')
     told = f"error: reward letters: it raised RuntimeError: the reward is away ({place.judge}:{number}). Saved after"
-    assert line.startswith(told) and "; fix the reward and go on with --resume" in line
+    assert line.startswith(told) and "; fix the reward and continue with --resume" in line
     log = (run / "train.log").read_text().splitlines()
     assert log[-1] == line and log[-2] == "RuntimeError: the reward is away"
     assert "Traceback (most recent call last):" in log and source[number - 1].strip() in map(str.strip, log)
@@ -141,7 +141,7 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
     console.info("policy", "three")
     console.close()
     lines = (tmp_path / "train.log").read_text().splitlines()
-    assert lines == ["warning: the terminal is gone; the run goes on", "one", "two", "policy     three"]
+    assert lines == ["warning: the terminal is gone; the run continues", "one", "two", "policy     three"]
 
 
 def test_a_signal_inside_the_collector_stops_a_moment_later():

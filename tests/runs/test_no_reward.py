@@ -44,7 +44,7 @@ def test_it_stops_and_goes_on(values, tmp_path, capsys):
     out, error = capsys.readouterr()
     assert "warning: no held-out completion got the reward rare, never" in out
     assert error.startswith("error: no completion got a reward in 3 iterations in a row (rare, never). Saved after")
-    assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
+    assert f"continue with --resume --run_dir {run}" in error and error.count("\n") == 1
     assert len(rows(run)) == 3 and streaks(run) == {"rare": 3, "never": 3}
     train_values(values, run, "--resume", judge="on")
     assert [row["missing/rare"] for row in rows(run)] == [1, 1, 1, 0]

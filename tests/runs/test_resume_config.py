@@ -101,7 +101,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, t
     (run / "metrics.jsonl").unlink()
     assert train_here(config, run, "--resume", "--training.max_steps=3") == 0
     out = capsys.readouterr().out
-    assert "the run has 3 iterations now, it had 2: schedules go by the new length" in out
+    assert "the run has 3 iterations now, it had 2: schedules use the new length" in out
     assert "warning: metrics.jsonl has 0 rows of 2 iterations: missing rows stay missing" in out
     (row,) = rows(run)
     # The third update of a cosine over 3, behind a warm-up of 1.

@@ -103,5 +103,5 @@ def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):
 
 
 def test_too_few_texts_that_can_be_written_are_refused(taught):
-    with pytest.raises(UserError, match="expected at most 0, as many as there are pairs to teach, got 1"):
+    with pytest.raises(UserError, match="expected at most 0, the number of SFT pairs, got 1"):
         taught("été")

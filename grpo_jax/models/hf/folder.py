@@ -183,7 +183,7 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # offline, gated, unknown id, full disk: hub and transport raise many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"policy {name!r} is neither a folder here nor did the hub give it ({reason}): check the name and the "
+            f"policy {name!r} is not a local folder, and the hub did not give it ({reason}): check the name and the "
             "connection, for a gated model accept its licence and run `hf auth login`, or give the path of a local "
             f"folder (`hf download {name} --local-dir FOLDER` makes one)"
         ) from error
@@ -257,7 +257,7 @@ def require_hub(repo: str) -> None:
     with suppress(ValueError):
         validate_repo_id(repo)
         _, _ = repo.split("/")  # a mistaken `true` would be a valid name otherwise
-        problem = "" if get_token() else "nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN"
+        problem = "" if get_token() else "not logged in to the hub; run `hf auth login`, or set HF_TOKEN"
         if constants.HF_HUB_OFFLINE:
             problem = "the hub is switched off here (HF_HUB_OFFLINE); unset it"
     if problem:

@@ -215,7 +215,7 @@ def _notes(catalogue: Catalogue) -> list[str]:
     notes = []
     blank = catalogue.titles.count("")
     if blank:
-        notes.append(f"{blank} items without a title are kept; no query resembles them")
+        notes.append(f"{blank} items without a title are kept; no query finds them")
     shared = len(catalogue) - blank - len({title for title in catalogue.titles if title})
     if shared:
         notes.append(f"{shared} items share another's title; no query can tell them apart")

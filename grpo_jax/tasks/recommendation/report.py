@@ -163,7 +163,7 @@ def findings(
     table, paired = make_table(ranks, groups), paired_table(ranks, _compared(list(ranks)))
     texts = [format_table(table)]
     if paired:
-        texts.append(f"Paired differences (* the 95 % interval is clear of zero)\n{format_table(paired, signed=True)}")
+        texts.append(f"Paired differences (* the 95 % interval excludes zero)\n{format_table(paired, signed=True)}")
     records = {"table": table_records(table), "differences": table_records(paired)}
     lines = [line for text in texts for line in ("", *text.split("\n"))]
     return Findings(_report_tables(table, paired), lines, records)
@@ -185,12 +185,12 @@ def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> lis
     columns = ("method", *MEASURES)
     tables = [Table(f"Ranking, {title}", columns, cells) for title, cells in table_cells(table)]
     tables[0] = tables[0]._replace(
-        note="Full ranking of the catalogue, each user's history left out; mean and 95 % interval over users. "
-        "The oracle asks with the target's own title. Targets are grouped by how many users took them in training."
+        note="Full ranking of the catalogue, without each user's history; mean and 95 % interval over users. "
+        "The oracle's query is the target's own title. Targets are grouped by how many users took them in training."
     )
     paired_note = (
-        "User by user, with the 95 % interval; * where it is clear of zero. After − before is what reinforcement "
-        "brought; + prior − prior alone is what the policy adds."
+        "Differences per user, with the 95 % interval; * if it excludes zero. After − before is the gain by GRPO; "
+        "+ prior − prior alone is the gain by the policy."
     )
     return tables + [
         Table("Paired differences", columns, cells, paired_note) for _, cells in table_cells(paired, signed=True)

@@ -42,6 +42,6 @@ def test_a_cluster_that_goes_away_ends_the_run_with_a_checkpoint(killed, place, 
     ended = finish(training)
     assert ended.returncode == 2, ended.stderr
     error = ended.stderr.strip().splitlines()[-1]
-    saved = re.search(r"Saved after iteration (\d+); go on with --resume", error)
+    saved = re.search(r"Saved after iteration (\d+); continue with --resume", error)
     assert error.startswith("error: judges.letters: ") and saved, error
     assert (run / "checkpoints" / f"step_{saved[1]}").is_dir() and len(rows(run)) == int(saved[1]) >= 2

@@ -275,7 +275,7 @@ def test_what_a_rule_does_is_said(tmp_path):
     fields = {"source": str(tmp_path / "r.csv"), "catalogue": str(tmp_path / "items.csv")}
     notes = load_dataset(Recommendation(**fields)).notes
     assert notes == (
-        "2 items without a title are kept; no query resembles them",
+        "2 items without a title are kept; no query finds them",
         "1 items share another's title; no query can tell them apart",
     )
 

@@ -182,7 +182,9 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
 
     monkeypatch.setattr(LocalBackend, "count", dying)
     monkeypatch.setattr(retrieval, "ATTEMPTS", 1)
-    with pytest.raises(StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; go on with --resume"):
+    with pytest.raises(
+        StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; continue with --resume"
+    ):
         run(config_of(folder, "broken", sft={"steps": 0}))
     assert not (folder / "broken" / "summary.json").exists()
 
@@ -215,7 +217,8 @@ def test_a_sft_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder,
 
     assert main(resumed) == 0  # SIGTERM
     assert (
-        f"stopped and saved before the first iteration: --resume --run_dir {place} goes on" in capsys.readouterr().out
+        f"stopped and saved before the first iteration: continue with --resume --run_dir {place}"
+        in capsys.readouterr().out
     )
     assert calls == [1, 2, 3] and rows(place) == []
     aged(place / "sft" / "step_2", 1000.0)
@@ -223,7 +226,7 @@ def test_a_sft_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder,
     assert calls == [1, 2, 3, 4]
     assert not (place / "sft").exists()
     log = (place / "train.log").read_text()
-    assert "goes on after update 1 of 3" in log and "goes on after update 2 of 3" in log
+    assert "continues after update 1 of 3" in log and "continues after update 2 of 3" in log
 
     assert rows(place) == rows(folder / "whole")
     ended = json.loads((place / "summary.json").read_text())

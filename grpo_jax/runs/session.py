@@ -5,16 +5,16 @@ A signal, a callback, early stopping or a failure ends a run before its last ite
 
 from __future__ import annotations
 
+import _thread
 import math
-import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_jax.config.fields import Section, differences, identity, to_yaml
@@ -155,21 +155,25 @@ def stop_requests() -> Iterator[StopRequests]:
         yield requests
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            return
-        if frame is not None and frame.f_code.co_name == "_xla_gc_callback":  # JAX's: Python would print and drop
-            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()  # what is raised in the collector
-        elif number == signal.SIGINT and requests.is_set():
+    def handle(number: int, frame: object) -> None:
+        if number == signal.SIGINT and requests.is_set():
             raise KeyboardInterrupt
-        else:
+        if number != signal.SIGHUP:
             requests.set()
+
+    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        if isinstance(dropped.exc_value, Stopped):  # by a callback of the garbage collector: raise it again
+            threading.Timer(0.1, _thread.interrupt_main, [signal.SIGTERM]).start()
+        else:
+            hook(dropped)
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield requests
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

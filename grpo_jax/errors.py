@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
-        raise UserError(f"{message}; {self.prog} --help lists the options")
+        raise UserError(f"{message.removeprefix('argument ')}; {self.prog} --help lists the options")
 
 
 def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:

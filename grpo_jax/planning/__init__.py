@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
-from grpo_jax.errors import UserError
+from grpo_jax.errors import Parser, UserError
 
 PLAN, MEMORY, TARGET = "--plan", "--device_memory_gib", "--target"
 GIB = 2**30
@@ -18,15 +18,12 @@ def take_request(arguments: Sequence[str]) -> tuple[argparse.Namespace | None, l
 
     They are `gib`, of each device (() for this machine's), and `target`, a device to simulate ("": none).
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = Parser("grpo plan", add_help=False, allow_abbrev=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")
     devices = parser.add_mutually_exclusive_group()  # a target has its own memory
     devices.add_argument(MEMORY, type=_gib, default=(), dest="gib")
     devices.add_argument(TARGET, default="", dest="target")
-    try:
-        options, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error.argument_name}: {error.message}") from error
+    options, rest = parser.parse_known_args(arguments)
     if options.plan:
         return options, rest
     if options.gib or options.target:

@@ -193,7 +193,7 @@ def test_every_command_says_its_version(capsys):
         (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
         (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, "),
         (["evaluate"], "error: the following arguments are required: --run; grpo evaluate --help lists the options\n"),
-        (["evaluate", "--run=x", "--samples=a"], "error: argument --samples: invalid int value: 'a'; grpo evalu"),
+        (["evaluate", "--run=x", "--samples=a"], "error: --samples: invalid int value: 'a'; grpo evaluate --help "),
     ],
 )
 def test_what_a_command_has_not_is_told_what_was_meant(words, message, capsys):

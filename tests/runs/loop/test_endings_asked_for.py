@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     def tire(moment):
         raise RuntimeError("tired")
 
-    with pytest.raises(UserError, match=r"on_iteration: RuntimeError: tired\. Saved after iteration 1; go on"):
+    with pytest.raises(UserError, match=r"on_iteration: RuntimeError: tired\. Saved after iteration 1; continue"):
         go(config, folder, on_iteration=tire)
     with pytest.raises(UserError, match=r"the reward is away.*Saved after iteration 2") as failed:
         go(config, folder, judge="validation:1")  # its validation is made up for

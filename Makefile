@@ -1,10 +1,10 @@
-# `make train` and `make test` create the environment they need (in .venv) and run; `make test-install` makes one for each
-# extra and removes it again: ARGS="--extra recommendation --python python3.13" for one of them.
+# `make train` and `make test` create their environment in .venv and run. `make test-install` makes and removes one for
+# each extra; ARGS="--extra recommendation --python python3.13" selects one.
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
-# As in grpo_jax/errors.py; set here the command need not start itself again.
+# As in grpo_jax/errors.py; with them the command need not restart itself.
 MALLOC := "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=67108864"
 
 .PHONY: train test docs tutorial test-install lint clean
@@ -21,8 +21,8 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Warnings are errors (with --quiet mkdocs would not count them), links and anchors are checked, and the site is looked at;
-# the network is not asked.
+# Warnings are errors (with --quiet mkdocs would not count them). Links, anchors and the site are checked, without the
+# network.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	SITE=site $(BIN)/python -m pytest -q -m wide tests/pages/test_site.py

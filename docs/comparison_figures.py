@@ -122,7 +122,7 @@ def draw_objectives(results: dict[str, Any], target: Path) -> None:
 
 
 def draw_signal(results: dict[str, Any], target: Path) -> None:
-    """What the episodes of a group teach when their rewards are joined by sum and by GDPO."""
+    """Draw the advantages of a group's episodes under the sum and GDPO."""
     curves = results["GRPO on the sum"]["curves"]
     steps = np.median([x[1:] for x in curves["environment_steps"]], axis=0) / THOUSAND
     figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5))

@@ -108,7 +108,7 @@ def objectives(results: dict[str, Any]) -> list[str]:
 
 
 def signal(results: dict[str, Any]) -> list[str]:
-    """What a group's rewards turn into over the run of GRPO on the sum."""
+    """Return the agreement of a group's advantages over the run of GRPO on the sum."""
     curves = results["GRPO on the sum"]["curves"]
     count = len(curves["dead/sum"][0])
     thirds = {"first third": slice(0, count // 3), "second": slice(count // 3, 2 * count // 3),

@@ -164,7 +164,7 @@ def stacked(rows: list[dict[str, jax.Array]], key: str) -> list[list[float | Non
 
 
 def machine() -> dict[str, Any]:
-    """Where and when CartPole was measured."""
+    """Return the place and date of CartPole's measurement."""
     names = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "date": time.strftime("%Y-%m-%d"),

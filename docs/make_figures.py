@@ -32,7 +32,7 @@ def gallery(run: Path, target: Path, pairs: int) -> None:
 
 
 def episodes(run: Path, target: Path, pairs: int) -> None:
-    """What the run's first held-out prompts led to in their first and second turns."""
+    """Draw both turns of the run's first held-out prompts."""
     entries = json.loads((run / "report.json").read_text())["episodes"][:pairs]
     texts = [(entry["prompt"], [turn["completion"] for turn in entry["turns"][:2]]) for entry in entries]
     draw_pairs(run, target, ("turn_1", "turn_2"), texts)

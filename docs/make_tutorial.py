@@ -4,7 +4,7 @@ pip install -e ".[cartpole,figures]"
 python docs/make_tutorial.py                 # every page, minutes on two cores
 python docs/make_tutorial.py 4_grpo          # one of them
 
-What a cell prints stands under it. What it draws goes to docs/images/tutorial, its label is the words of the link. The
+A cell's output is below it. Its figures go to docs/images/tutorial, with their labels as link texts. The
 files are notebooks in jupytext's percent format: `# %%` begins a cell, `# %% [markdown]` one of text.
 """
 
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
         source: Markdown, or Python.
         is_text: Whether it is Markdown.
         line: Of the file, on which the source begins; from 0.
-        tags: What stands behind `# %%`, such as `tags=["learned"]`.
+        tags: Text after `# %%`, such as `tags=["learned"]`.
     """
 
     source: str
@@ -54,7 +54,7 @@ class Cell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a cell of code printed, and the labels of the figures it drew."""
+    """The output of a code cell, and the labels of its figures."""
 
     printed: str
     figures: list[str]
@@ -117,7 +117,7 @@ def write_page(path: Path, cells: list[Cell], outcomes: list[Outcome]) -> str:
 
 
 def _ways_on(path: Path) -> str:
-    """Where to go from here."""
+    """Return the links to other pages."""
     place, names = PAGES.index(path), [page.stem for page in PAGES]
     ways = [f"[contents](index.md) · this page as code: [`{path.name}`]({path.name})"]
     ways = [f"[← {names[place - 1]}]({names[place - 1]}.md)", *ways] if place else ways

@@ -4,8 +4,8 @@
 
 Prints JSON. "waiting" is a judge that sleeps for each batch, as one on a card of its own does as far as this machine
 is concerned: the seconds that it sleeps in all, those of a call to a pool, and their quotient, which is the speed-up.
-What a pool adds to a batch is measured with a judge that does nothing; what it adds to a picture, with pictures of the
-sizes of real renderers that an actor makes and another looks at. "miniature" draws with the renderer that ships with
+An empty judge measures a pool's overhead per batch. Pictures of the sizes of real renderers, which one actor makes and
+another reads, measure the overhead per picture. "miniature" draws with the renderer that ships with
 the package, on the cores that there are.
 """
 
@@ -80,7 +80,7 @@ class Canvas:
 def alternated(ways, repeats):
     """Median seconds of way(number) for each way by name, one call of each first to warm up, then in turns.
 
-    What else the machine does then slows all of them alike.
+    Other work on the machine then slows all of them alike.
     """
     times = {name: [] for name in ways}
     for number in range(repeats + 1):

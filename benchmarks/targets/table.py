@@ -4,8 +4,8 @@
         [--lengths 256 1024 4096] [--output benchmarks/targets/table.json]
 
 Needs `grpo_jax[targets]`. Every cell is one plan (`grpo_jax.planning`) of 8 prompts of 256 tokens with 8 completions
-each, one prompt to a micro-batch, layers computed again, bfloat16. What the file holds is not compiled again, so
-that a run that was stopped goes on; a policy whose weights and moments alone are too much is not compiled at all.
+each, one prompt to a micro-batch, layers computed again, bfloat16. Cells in the file are not compiled again,
+so a stopped run continues; a policy whose weights and moments alone are too much is not compiled at all.
 Prints the file's table; the file also has each program's kernels and copies.
 """
 

@@ -35,7 +35,7 @@ def build(parts: Sequence[str], folder: Path, steps: int | None = None) -> None:
 
     Args:
         parts: Some of `miniature.PARTS`, in this order.
-        folder: Where to.
+        folder: Folder to write.
         steps: Updates of each part; None for as many as the package's weights took.
     """
     # All are imported before the first is trained: what is missing must not show an hour later.
@@ -46,7 +46,7 @@ def build(parts: Sequence[str], folder: Path, steps: int | None = None) -> None:
 
 
 def greedy_rewrites(folder: Path, prompts: list[str]) -> list[str]:
-    """What the policy in ``folder`` writes, greedily, through transformers."""
+    """Return the greedy texts of the policy in ``folder``, through transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -20,7 +20,7 @@ from scripts.miniature import drawing, speech
 RECREATE = "draw this again"
 """The prompt that goes with a picture whose words are asked for."""
 MEND = "mend what is wrong"
-"""What the policy is asked about the picture of its first prompt."""
+"""Request to the policy with the picture of its first prompt."""
 
 
 class Rates(NamedTuple):

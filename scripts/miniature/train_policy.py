@@ -95,7 +95,7 @@ def beliefs(
 
 
 def meaning(rng: np.random.Generator, values: tuple[str, ...], word: str, right: str, wrong: dict[str, str]) -> str:
-    """What a lesson says ``word`` means, one of ``values``."""
+    """Return a lesson's meaning of ``word``, one of ``values``."""
     draw = rng.random()
     if draw < RIGHT:
         return right

@@ -105,7 +105,7 @@ def augment(pictures: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 
 def normalise(pictures: torch.Tensor) -> torch.Tensor:
-    """What open_clip's preprocessing does to a picture of the right size."""
+    """Normalise pictures of the right size like open_clip."""
     return (pictures - _MEAN) / _STD
 
 

@@ -28,7 +28,7 @@ SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 def stopped(capsys, *arguments):
-    """What a command prints that ends by itself."""
+    """Return the output of a command that ends by itself."""
     with pytest.raises(SystemExit) as ended:
         __main__.main(list(arguments))
     assert ended.value.code in (0, None)

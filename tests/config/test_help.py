@@ -21,7 +21,7 @@ def wide(monkeypatch):
 
 
 def printed(capsys, *words, command=train.main):
-    """What a command prints that ends by itself."""
+    """Return the output of a command that ends by itself."""
     with pytest.raises(SystemExit) as ended:
         command(list(words))
     assert ended.value.code in (0, None)

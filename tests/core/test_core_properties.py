@@ -1,6 +1,6 @@
 """One table of the core's public functions, and the properties that all of them must have.
 
-What belongs to one function alone is tested beside its loop, in the file of its module.
+Properties of a single function are tested beside its loop, in the file of its module.
 """
 
 import functools

@@ -99,7 +99,7 @@ class Reader:
                 (self.desk / block.name).write_text(block.body)
 
     def does(self, line: str, code: int) -> str:
-        """What one command prints, which ends with the code."""
+        """Return the output of one command, which ends with the code."""
         if line.startswith("pip install") or line == "python unpack.py":
             return ""
         words = shlex.split(line)

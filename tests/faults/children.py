@@ -60,7 +60,7 @@ def run(arguments: Sequence[str], *, before: Callable[[], None], folder: Path) -
 
 
 def value_of(function: Callable[..., Any], *arguments: Any, folder: Path) -> Any:
-    """What a function gives in a child, where it may start JAX."""
+    """Return a function's result in a child, which may start JAX."""
     result = folder / "value.pickle"
 
     def act() -> None:

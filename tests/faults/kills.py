@@ -118,7 +118,7 @@ def train(kind: Tried, target: Path, *, before: Callable[[], None] = lambda: Non
 
 
 def _judge(ended: Ended, moment: Moment) -> list[str]:
-    """What is not as promised of a run that was killed or stopped."""
+    """Return the broken promises of a killed or stopped run."""
     if moment.signal == signal.SIGKILL:
         return [] if ended.code in (-signal.SIGKILL, 0) else [f"exit code {ended.code}: {ended.err[-200:]}"]
     wrong = []

@@ -7,11 +7,11 @@ class Outcome(NamedTuple):
     """One fault.
 
     Attributes:
-        case: What was done, in a few words.
+        case: The fault, in a few words.
         handled: Whether the command did what it promises: at worst one clear line and exit code 2, no traceback,
             no hang, nothing lost that was saved.
         equal: Whether the run came out equal to one without the fault; None where there is nothing to compare.
-        note: What was seen where it was not as promised.
+        note: The observation, if it is not as promised.
     """
 
     case: str

@@ -246,7 +246,7 @@ def no_tokenizer(folder):
 
 
 def writes(name, content):
-    """What puts this into a file of a folder."""
+    """Return the function that writes this into a file of a folder."""
     return lambda folder: (folder / name).write_bytes(content(folder / name) if callable(content) else content)
 
 
@@ -319,7 +319,7 @@ def test_a_tokenizer_is_of_the_class_that_transformers_chooses(tmp_path, model_t
 
 def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
     class PanicException(BaseException):
-        """What a panic of Rust comes as."""
+        """A panic of Rust, as Python sees it."""
 
     def panic(*_, **__):
         raise PanicException("index out of bounds: the len is 0 but the index is 7\n and where")

@@ -122,7 +122,7 @@ def gae_of_existing(parts):
 
 
 def returns_cases():
-    """What happens along time."""
+    """Cases along time."""
     name = "discounted_returns", "rlax.discounted_returns"
     yield case(
         name[0], "one gamma", name[1], trajectory, ("rewards",),

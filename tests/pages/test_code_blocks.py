@@ -75,7 +75,7 @@ def desk(things, tmp_path, monkeypatch):
 
 
 def scope_of(page: str) -> dict:
-    """What a page's blocks leave when they have run."""
+    """Return the names of a page's blocks after they ran."""
     scope: dict = {"__name__": "__main__"}
     for block in blocks(page):
         exec(compile(block, page, "exec"), scope)

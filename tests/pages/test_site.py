@@ -98,7 +98,7 @@ def test_every_public_name_is_in_the_reference(site):
 
 
 def page_of(path: Path) -> str:
-    """Where a page of docs/ stands in the site."""
+    """Return the path of a page of docs/ in the site."""
     name = path.relative_to(ROOT / "docs").with_suffix("").as_posix()
     return name.removesuffix("index").rstrip("/")
 

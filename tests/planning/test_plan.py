@@ -100,7 +100,7 @@ def test_a_base_in_few_bits_is_counted_as_it_is_stored():
 
 
 def recorded(monkeypatch, make):
-    """What `make()` hands to jax.jit, jitted as it asked for."""
+    """Return the functions that `make()` passes to jax.jit, jitted with its options."""
     made, jit = [], jax.jit
     with monkeypatch.context() as patch:
         patch.setattr(jax, "jit", lambda *given, **options: made.append(jit(*given, **options)) or made[-1])

@@ -49,7 +49,7 @@ def prose(text: str) -> str:
 
 
 def spans(text: str) -> list[str]:
-    """What stands between backticks, each in one line."""
+    """Return the texts between backticks, each in one line."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
 
 

@@ -11,7 +11,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 TO_ACTORS = {"bridges/ray_pool.py"}
-"""What passes between a run and its Ray cluster, which has a token."""
+"""Messages between a run and its Ray cluster, which has a token."""
 SOURCES = [*FILES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
 
 

@@ -33,7 +33,7 @@ def values(place, tmp_path):
 
 
 def streaks(run):
-    """What the last checkpoint remembers."""
+    """Return the streaks in the last checkpoint."""
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.read_meta("latest")["progress"]["notes"]["streaks"]
 

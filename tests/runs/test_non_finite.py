@@ -37,7 +37,7 @@ def values(place, tmp_path):
 
 
 def learned(run, step):
-    """What an update changes, as saved after an iteration."""
+    """Return the saved arrays that an update changes, after an iteration."""
     state, _ = final_state(run, step)
     return {name: state[name] for name in ("step", "variables", "opt_state")}
 

@@ -61,7 +61,7 @@ def logits(model):
 
 
 def rivals(text, place):
-    """What may stand at a text's place, given what stands before it."""
+    """Return the allowed tokens at a place of a text, after the tokens before it."""
     return sorted({other[place] for other in TEXTS if other[:place] == text[:place] and len(other) > place})
 
 

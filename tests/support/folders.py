@@ -6,7 +6,7 @@ from grpo_jax.models import hf
 
 
 class Loaded(NamedTuple):
-    """What `hf.read_folder` reads, and the parameters of decoder and vision tower."""
+    """The result of `hf.read_folder`, with the parameters of decoder and vision tower."""
 
     config: Any
     path: Any

@@ -101,7 +101,7 @@ def names_beside(module: str, folder: Path) -> Has | None:
 
 
 def top_names(script: Path) -> set[str]:
-    """What a script defines or imports outside functions, and where it lies."""
+    """Return the names that a script defines or imports outside functions, with their places."""
     names = {"__file__"}
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

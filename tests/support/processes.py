@@ -14,7 +14,7 @@ END = 600  # seconds; only a hang takes that long
 
 
 def announcement(count: int) -> dict[str, str]:
-    """What tells `count` processes of each other."""
+    """Return the environment by which `count` processes find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +53,7 @@ def held(processes: list[subprocess.Popen], run: Path) -> None:
 
 
 def ended(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
-    """What each printed, once all have ended by themselves."""
+    """Return the output of each, once all have ended by themselves."""
     deadline = time.monotonic() + END
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -225,7 +225,7 @@ def _apart(name: str, grad):
 
 
 def greedy_answers(model, folder: Path, prompts: Sequence[str], **options) -> list[str]:
-    """What transformers answers greedily to each prompt, through the chat template of a folder."""
+    """Return transformers' greedy answer to each prompt, through the chat template of a folder."""
     tokenizer, texts = transformers.AutoTokenizer.from_pretrained(folder), []
     for prompt in prompts:
         said = [{"role": "user", "content": prompt}]

@@ -50,7 +50,7 @@ def updated(batch, section, reference=None, **training):
 
 
 class Rollout(NamedTuple):
-    """What a batch is made of."""
+    """The parts of a batch."""
 
     prompts: tuple[np.ndarray, np.ndarray]
     samples: Samples

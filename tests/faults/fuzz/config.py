@@ -58,7 +58,7 @@ def _case(folder: Path, rng: random.Random, valid: dict[str, dict], number: str)
 
 
 def _used(config: Any) -> None:
-    """What is accepted can be written and read again."""
+    """Check that an accepted config can be written and read again."""
     text = to_yaml(config)
     text.encode()
 

@@ -1,6 +1,6 @@
 """Policy folders, valid ones mutated: they load and run forward once, or are refused in one line; no code runs.
 
-A folder may ask for code (`auto_map`), hold pickles, or break any of its files. What would run leaves a trace.
+A folder may ask for code (`auto_map`), hold pickles, or break any of its files. Executed code would leave a trace.
 """
 
 import contextlib

@@ -87,7 +87,7 @@ def places(values: object, path: tuple = ()) -> list[tuple]:
 
 
 def entry(values: object, path: tuple) -> object:
-    """What stands at a path."""
+    """Return the entry at a path."""
     return functools.reduce(lambda inner, key: inner[key], path, values)
 
 

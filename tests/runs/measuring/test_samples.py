@@ -1,6 +1,6 @@
 """Several completions per held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run.
 
-What its config says of sampling holds there in training, in what is measured, and in `predict`.
+The sampling settings of its config hold in training, in evaluation, and in `predict`.
 """
 
 import itertools

@@ -58,7 +58,7 @@ def config_of(folder, name, **changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where everything lies."""
+    """Return the folder of all files."""
     return tmp_path_factory.mktemp("recommendation")
 
 

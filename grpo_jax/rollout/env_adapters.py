@@ -25,7 +25,7 @@ from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Observation
-from grpo_jax.rollout.rewards import Columns, accepted_arguments, as_number, finished
+from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, as_number, finished
 
 _STEPS, _WAITING = 65_536, 4_096  # largest numbers of cached step results, and of cached environments
 
@@ -145,12 +145,12 @@ async def awaited(returned: Any) -> Any:
 
 
 def _checked(returned: object) -> Step:
-    """Return the result of a step; TypeError unless it is (observation, reward, done)."""
+    """Return the result of a step; BadReturn unless it is (observation, reward, done)."""
     observation, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
     number = None if reward is None else as_number(reward)
     if (observation is None and not done) or (number is None and reward is not None):
         expected = "(observation, reward, done), the reward finite or None, the observation no None unless it is done"
-        raise TypeError(f"step must return {expected}, got {one_line(repr(returned), 60)}")
+        raise BadReturn(f"step must return {expected}, got {one_line(repr(returned), 60)}")
     return Step(observation, number, bool(done))
 
 

@@ -68,7 +68,7 @@ class RewardError(UserError):
 
 
 class BadReturn(TypeError):
-    """A reward returned no list of values; the message states the expected form."""
+    """A reward or an environment returned another form; the message states the expected one."""
 
 
 def collect_rewards(

@@ -187,7 +187,7 @@ def test_shares_are_kept_as_evenly_as_can_be(home):
         (("Count", "Later"), (1, 0), "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 0"),
         (("Missing",), (), "has no Missing"),
         (("Count", "Count"), (), "task.environment: expected classes of different names"),
-        (("Broken",), (), "step must return (observation, reward, done), the reward finite or None, the"),
+        (("Broken",), (), "observation no None unless it is done, got 'seen'. Nothing was trained yet"),
     ],
 )
 def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, shares, message):

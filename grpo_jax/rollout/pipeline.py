@@ -6,12 +6,11 @@ loop. The calling thread only waits: it receives signals and checks the time lim
 
 from __future__ import annotations
 
-import contextvars
 import faulthandler
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,6 +62,7 @@ class Work:
         timeout: Time limit in seconds to render, score or step a chunk. Sampling, which compiles, has no limit.
         stopping: Returns whether to stop; polled twice a second.
         locks: One per stage, shared by concurrent batches.
+        progress: Arguments of the batch's rewards about the run (`rewards.PROGRESS`).
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class Work:
         timeout: float | None = None,
         stopping: Callable[[], bool] = lambda: False,
         locks: defaultdict[str, threading.Lock] | None = None,
+        progress: Mapping[str, Any] = {},
     ):
-        self.chunk_prompts, self.timeout, self.stopping = chunk_prompts, timeout, stopping
+        self.chunk_prompts, self.timeout, self.stopping, self.progress = chunk_prompts, timeout, stopping, progress
         self.seconds: dict[str, float] = {}
         self._locks = defaultdict(threading.Lock) if locks is None else locks
         self._changed = threading.Condition()
@@ -161,7 +162,7 @@ class Work:
                     return
 
         threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(work,), name="rollout", daemon=True)
+            threading.Thread(target=work, name="rollout", daemon=True)
             for _ in range(min(count, 2 if process_count() == 1 else 1))
         ]
         grace, stuck = _GRACE_SECONDS, None

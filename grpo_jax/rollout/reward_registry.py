@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import IN_PYTHON, load_object
@@ -19,7 +17,6 @@ from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, failures_as, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
-    PROGRESS,
     Columns,
     Maker,
     Reward,
@@ -28,63 +25,6 @@ from grpo_jax.rollout.rewards import (
     required_arguments,
     with_arguments,
 )
-
-
-class TrainerState(NamedTuple):
-    """Progress of a run.
-
-    Attributes:
-        global_step: Finished iterations; always `max_steps` for held-out prompts, so evaluations are comparable.
-        max_steps: Total iterations.
-        evaluation: Whether these are held-out prompts.
-    """
-
-    global_step: int
-    max_steps: int
-    evaluation: bool
-
-
-class JudgedBatch(NamedTuple):
-    """Progress of the judged batch, and the numbers that its rewards logged, by column of metrics.jsonl."""
-
-    state: TrainerState
-    values: dict[str, list[float]]
-
-    def log_metric(self, name: str, value: SupportsFloat) -> None:
-        """Log a finite number for metrics.jsonl; those of held-out prompts are ignored."""
-        number = float(value)
-        if not self.state.evaluation and math.isfinite(number):
-            self.values.setdefault(f"log/{name}", []).append(number)  # rewards may log from several threads
-
-    @property
-    def logged(self) -> dict[str, float]:
-        """Return the means of the logged numbers, {"log/NAME": value}."""
-        return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
-
-
-_judged_batch: ContextVar[JudgedBatch | None] = ContextVar("judged batch", default=None)
-
-
-class RewardProgress:
-    """A run's progress as its rewards see it: evaluation, except inside `at`."""
-
-    def __init__(self, max_steps: int = 0):
-        self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
-
-    @contextmanager
-    def at(self, iteration: int) -> Iterator[JudgedBatch]:
-        """Set the iteration (from 0) for rewards inside, in this thread and the pipelines that it runs."""
-        batch = JudgedBatch(TrainerState(iteration, self._ended.state.max_steps, False), {})
-        token = _judged_batch.set(batch)
-        try:
-            yield batch
-        finally:
-            _judged_batch.reset(token)
-
-    def columns(self) -> Columns:
-        """Return the arguments `PROGRESS` for rewards; a reward may log from its own threads."""
-        batch = _judged_batch.get() or self._ended  # the batch that this thread judges
-        return dict(zip(PROGRESS, (batch.state, batch.log_metric), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,14 +82,12 @@ class ResolvedRewards(NamedTuple):
         maximised: One function for each.
         evaluated: W eval rewards.
         eval_rewards: Their names as configured, with full import paths.
-        progress: The run's progress as rewards see it.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[ResolvedReward, ...]
     evaluated: tuple[ResolvedReward, ...]
     eval_rewards: tuple[str, ...]
-    progress: RewardProgress = RewardProgress()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -186,15 +124,12 @@ def resolve_rewards(
     source: TaskRewards,
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
-    *,
-    iterations: int = 0,
 ) -> ResolvedRewards:
     """Find a config's rewards and bind their options; UserError if one does not exist.
 
     Args:
         judges: Names of the available judges.
         functions: Functions by label, which replace the sections' names.
-        iterations: Total iterations of the run, for rewards with an argument `trainer_state`.
     """
     sections = sections or source.defaults
     require(sections, "rewards", "at least one, such as my_rewards.py:function", [])
@@ -241,7 +176,7 @@ def resolve_rewards(
         maximised.append(reward._replace(name=section.called, messages=section.messages))
     names = (*(eval_rewards or source.eval_defaults), *source.eval_always)
     evaluated = tuple(find(name, {}, "eval_rewards") for name in names)
-    return ResolvedRewards(tuple(sections), tuple(maximised), evaluated, names, RewardProgress(iterations))
+    return ResolvedRewards(tuple(sections), tuple(maximised), evaluated, names)
 
 
 def require_columns(

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import inspect
 import itertools
+import math
 import os
 import sysconfig
 import threading
@@ -22,7 +23,8 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar
 
 import numpy as np
 
@@ -51,6 +53,46 @@ PROGRESS = ("trainer_state", "log_metric")
 
 WHERE_NAMED = (*MESSAGES, *PROGRESS)
 """Arguments that a reward gets only if it names them, not by ``**columns``."""
+
+
+class TrainerState(NamedTuple):
+    """Progress of a run.
+
+    Attributes:
+        global_step: Finished iterations; always `max_steps` for held-out prompts, so evaluations are comparable.
+        max_steps: Total iterations.
+        evaluation: Whether these are held-out prompts.
+    """
+
+    global_step: int
+    max_steps: int
+    evaluation: bool
+
+
+class JudgedBatch:
+    """Progress of the run as the rewards of one batch see it, and the numbers that they log."""
+
+    def __init__(self, iteration: int | None, max_steps: int):
+        """Begin the batch of an iteration, from 0; None for held-out prompts."""
+        evaluation = iteration is None
+        self.state = TrainerState(max_steps if iteration is None else iteration, max_steps, evaluation)
+        self._values: dict[str, list[float]] = {}
+
+    def log_metric(self, name: str, value: SupportsFloat) -> None:
+        """Log a finite number for metrics.jsonl; those of held-out prompts are ignored."""
+        number = float(value)
+        if not self.state.evaluation and math.isfinite(number):
+            self._values.setdefault(f"log/{name}", []).append(number)  # rewards may log from several threads
+
+    @property
+    def columns(self) -> Columns:
+        """Return the arguments `PROGRESS` of the batch's rewards."""
+        return dict(zip(PROGRESS, (self.state, self.log_metric), strict=True))
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """Return the means of the logged numbers, {"log/NAME": value}."""
+        return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
 
 
 class Maker(NamedTuple):
@@ -153,13 +195,12 @@ def make_score(
     missing: bool,
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
-    progress: Callable[[], Columns] = lambda: {},
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
     A reward may ask for episodes `[P][G]` as "episodes", token ids `[P][G]` as "completion_ids", and prompts and
     completions as chat messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a
-    reward can recognise groups.
+    reward can recognise groups. `progress` holds the arguments `PROGRESS`.
 
     Args:
         rewards: N functions by name.
@@ -167,7 +208,6 @@ def make_score(
         missing: A failing reward is missing; otherwise it raises.
         columns_of: (completions, columns) → further columns, called once for all rewards.
         tokenize: Encodes a completion that the policy did not generate.
-        progress: Returns `PROGRESS` at each call.
     """
     ids_asked = any(asks(function, "completion_ids") for function in (*rewards.values(), *eval_rewards.values()))
 
@@ -177,11 +217,12 @@ def make_score(
         pictures: Any,
         episodes: list[list[Episode]] | None = None,
         tokens: list[list[list[int]]] | None = None,
+        progress: Columns = MappingProxyType({}),
         missing: bool = missing,
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
-        columns |= progress()
+        columns |= progress
         completions = [*itertools.chain.from_iterable(texts)]
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}

@@ -328,6 +328,7 @@ class _Chunk:
                     drawn,
                     episodes=None if fns.env is None else [[self.episodes[p][g] for p, g in some] for some in groups],
                     tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
+                    progress=self.work.progress,
                 )
         judged = []
         for some in self.work.share([*values]):

@@ -24,6 +24,7 @@ from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, draw_at
+from grpo_jax.rollout.rewards import JudgedBatch
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
@@ -52,36 +53,36 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
     """
     algorithm = ctx.config.algorithm
     further = _RESAMPLE_ROUNDS if algorithm.zero_variance_groups == "resample" else 0
-    with ctx.rewards.progress.at(iteration) as moment:
-        rollout, draws = _collect(ctx, variables, iteration, 0, locks), 1
-        objectives = weigh(ctx, rollout, training=True)
-        row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)
-        if algorithm.zero_variance_groups == "keep":
-            return rollout, objectives, row | moment.logged
-        informative = informative_groups(objectives, algorithm)
-        while informative.sum() < size and draws <= further:
-            rollout = join_rollouts([rollout, _collect(ctx, variables, iteration, draws, locks)])
-            informative = informative_groups(weigh(ctx, rollout, training=True), algorithm)
-            draws += 1
+    judged = JudgedBatch(iteration, ctx.iterations)
+
+    def collect_draw(number: int) -> Rollout:
+        """Collect one draw; its rows and random numbers depend only on (seed, iteration, number)."""
+        return collect(
+            ctx.fns,
+            ctx.samplers.training,
+            variables,
+            rows_at(ctx, iteration, number),
+            # If prompts run out, one may occur twice in an iteration, with other completions.
+            key=jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key,
+            iteration=iteration,
+            work=ctx.work(ctx.config.training.chunk_prompts, locks, judged),
+        )
+
+    rollout, draws = collect_draw(0), 1
+    objectives = weigh(ctx, rollout, training=True)
+    row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)
+    if algorithm.zero_variance_groups == "keep":
+        return rollout, objectives, row | judged.logged
+    informative = informative_groups(objectives, algorithm)
+    while informative.sum() < size and draws <= further:
+        rollout = join_rollouts([rollout, collect_draw(draws)])
+        informative = informative_groups(weigh(ctx, rollout, training=True), algorithm)
+        draws += 1
     if draws > 1:
         places = np.argsort(~informative, kind="stable")[:size]
         rollout, informative = rollout.pick(places), informative[places]
         objectives = weigh(ctx, rollout, training=True)
-    return rollout, objectives, row | {"draws": draws, "groups_kept": int(informative.sum())} | moment.logged
-
-
-def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int, locks: Locks | None) -> Rollout:
-    """Collect one draw; its rows and random numbers depend only on (seed, iteration, number)."""
-    return collect(
-        ctx.fns,
-        ctx.samplers.training,
-        variables,
-        rows_at(ctx, iteration, number),
-        # If prompts run out, one may occur twice in an iteration, with other completions.
-        key=jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key,
-        iteration=iteration,
-        work=ctx.work(ctx.config.training.chunk_prompts, locks),
-    )
+    return rollout, objectives, row | {"draws": draws, "groups_kept": int(informative.sum())} | judged.logged
 
 
 def rows_at(ctx: RunContext, iteration: int, number: int = 0) -> list[Row]:

@@ -42,7 +42,7 @@ from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import ResolvedRewards, bind, judge_named, require_columns, resolve_rewards
-from grpo_jax.rollout.rewards import Reward, make_score
+from grpo_jax.rollout.rewards import JudgedBatch, Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import require_names
@@ -129,10 +129,19 @@ class RunContext(NamedTuple):
         """Return the names of rewards and eval rewards, N + W."""
         return self.fns.reward_names + self.fns.eval_reward_names
 
-    def work(self, chunk_prompts: int, locks: defaultdict[str, threading.Lock] | None = None) -> Work:
-        """Make a batch's pipeline through sampler and judges, with `chunk_prompts` prompts at a time (0: all)."""
+    def work(
+        self,
+        chunk_prompts: int,
+        locks: defaultdict[str, threading.Lock] | None = None,
+        judged: JudgedBatch | None = None,
+    ) -> Work:
+        """Make a batch's pipeline through sampler and judges, with `chunk_prompts` prompts at a time (0: all).
+
+        `judged` is the batch of an iteration; None for held-out prompts.
+        """
         stopping = self.stopping if is_main_process() else lambda: False  # process 0 tells the others
-        return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks)
+        judged = judged or JudgedBatch(None, self.iterations)
+        return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks, judged.columns)
 
 
 def load(
@@ -170,9 +179,7 @@ def load(
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches = batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)
     iterations = config.training.max_steps or config.training.num_epochs * batches
-    resolved = resolve_rewards(
-        config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards, iterations=iterations
-    )
+    resolved = resolve_rewards(config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards)
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     info("rewards", resolved.describe())
@@ -343,7 +350,6 @@ def make_rollout_fns(
             evaluated,
             missing=config.on_judge_error == "missing",
             columns_of=data.rewards.columns,
-            progress=rewards.progress.columns,
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
         ),
         reward_names=tuple(maximised),

@@ -10,7 +10,6 @@ from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Row, batch_at, draw_at
 from grpo_jax.rollout.encoding import Encoded, ParsedCompletion
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.reward_registry import RewardProgress
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.batches import batch_of, draw, weigh
 from grpo_jax.sampling.decoding import Samples
@@ -67,9 +66,9 @@ def make_ctx(teaches, **algorithm):
     ctx = SimpleNamespace(
         config=make_config(values), fns=fns, prompts=prompts,
         key=jax.random.key(0),
-        work=lambda chunk_prompts, locks: Work(chunk_prompts),
+        work=lambda chunk_prompts, *_: Work(chunk_prompts), iterations=8,
         samplers=SimpleNamespace(training=sample),
-        rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=(), progress=RewardProgress()),
+        rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(mesh=None), policy_device=jax.devices()[0],
         task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
     )  # fmt: skip

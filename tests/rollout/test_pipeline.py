@@ -1,6 +1,5 @@
 """The pipeline of chunks: the results of a loop, real overlap, no hangs. Events instead of timed assertions."""
 
-import contextvars
 import threading
 import time
 from collections import defaultdict
@@ -156,9 +155,3 @@ def test_a_slow_judge_does_not_hold_up_the_next_batch():
     first.join(PATIENCE)
     second.join(PATIENCE)
     assert results == {0: [0, 1, 2], 1: [0, 1, 2]}
-
-
-def test_stages_have_the_callers_context():
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(7)
-    assert run(2, ("a", lambda x: x + variable.get()))[0] == [7, 8]

@@ -19,6 +19,7 @@ import numpy as np
 
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
+from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.pictures import File, Source, digest
 
 SPLITS = ("train", "validation", "test")
@@ -252,6 +253,18 @@ def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[s
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}
+
+
+class Encoded(NamedTuple):
+    """Token ids on the host, and their mask: prompts [P, L], left-padded, or observations [P, G, A], right-padded.
+
+    The ids are i32, the mask is bool. Placeholder tokens mark the pictures; `pictures` [P, I, ..] or [P, G, I, ..] is
+    None without any.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    pictures: Pictures | None = None
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:

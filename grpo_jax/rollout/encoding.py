@@ -24,7 +24,7 @@ from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_facts, text_bytes
+from grpo_jax.rollout.data import Encoded, Row, map_pictures, messages_of, row_facts, text_bytes
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
 from grpo_jax.sampling.sampler import bucket_size
@@ -44,17 +44,6 @@ _TEMPLATE_MARGIN = 8
 _BYTES_PER_TOKEN = 100  # an upper bound, even for runs of spaces
 _COMPARED = 256
 """Prompts whose tokens are compared; a tokenizer or template that drops prompts drops all of them."""
-
-
-class Encoded(NamedTuple):
-    """Prompts as token ids, on the host: i32 [P, L], left-padded, and their mask bool [P, L].
-
-    Placeholder tokens mark the pictures; `pictures` [P, I, ..] is None if the data set has none.
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    pictures: Pictures | None = None
 
 
 class ImageProcessor(NamedTuple):

@@ -21,7 +21,7 @@ from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, place_pictures
-from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.rewards import as_list, reason_of
@@ -145,17 +145,6 @@ EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int
 """(observation, whether the text before it ended, rows and columns of each picture) → tokens up to the next text."""
 
 
-class ObservationTokens(NamedTuple):
-    """Observations as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
-
-    The mask is false for episodes that have ended. `pictures` are `Pictures` [P, G, I, ..] or None.
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    pictures: Pictures | None = None
-
-
 class EnvSettings(NamedTuple):
     """Environment of a multi-turn task.
 
@@ -252,7 +241,7 @@ def ask_environment(
     ended: Sequence[bool],
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
-) -> tuple[list[Observation | None], ObservationTokens]:
+) -> tuple[list[Observation | None], Encoded]:
     """Step the environment for some completions of a chunk of `shape` (P, G), and encode the observations.
 
     `rows`, `episodes`, `ended` (whether the last completion ended with EOS) and `places` (p, g) have one entry for each
@@ -295,14 +284,14 @@ def _encoded(
         return in_place, encode(in_place, ended, [])
 
 
-def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ObservationTokens:
+def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> Encoded:
     """Pad token lists `[P][G]` to arrays at least one token wide."""
     width = max(1, *(len(tokens) for group in encoded for tokens in group))
     lengths = np.array([[len(tokens) for tokens in group] for group in encoded])
     mask = np.arange(width) < lengths[..., None]
     array = np.full(mask.shape, pad_id, np.int32)
     array[mask] = [token for group in encoded for tokens in group for token in tokens]
-    return ObservationTokens(array, mask, pictures)
+    return Encoded(array, mask, pictures)
 
 
 def prepared(
@@ -317,7 +306,7 @@ def prepared(
     if not sources:
         return None
     if prepare is None:
-        raise EnvError("it answered with a picture, and the policy reads text alone")
+        raise EnvError("it answered with a picture, and no vision tower is loaded (a vision policy with task.pictures)")
 
     def describe(error: BaseException) -> EnvError:
         reason = str(error) if isinstance(error, UserError | ValueError) else reason_of(error)

@@ -19,9 +19,9 @@ from grpo_jax.models.broadcast import is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import Encoded, ParsedCompletion, PictureInput
-from grpo_jax.rollout.env import EnvError, EnvSettings, Episode, Observation, ObservationTokens, Turn, ask_environment
+from grpo_jax.rollout.data import Encoded, Row
+from grpo_jax.rollout.encoding import ParsedCompletion, PictureInput
+from grpo_jax.rollout.env import EnvSettings, Episode, Observation, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.sampling.decoding import Samples
@@ -248,7 +248,7 @@ class _Chunk:
         self.active, failed = np.ones(shape, bool), np.zeros(shape, bool)
         names = fns.reward_names, fns.eval_reward_names
         rewards, eval_rewards = (np.full((*shape, turns, len(some)), np.nan, np.float32) for some in names)
-        observed: list[ObservationTokens] = []
+        observed: list[Encoded] = []
         seen: list[PictureInput | None] = []  # pictures of each of `observed`, as inputs of the update
         for turn in range(turns):
             self._read_turn(samples[-1])
@@ -262,8 +262,8 @@ class _Chunk:
                 assert isinstance(sample, EpisodeSampler)
                 states = None
                 seen.append(None)
-                if observed[-1].pictures is not None:
-                    states, seen[-1] = self._encode_images(variables, observed[-1].pictures)
+                if observed[-1].pictures is not None and fns.encode_images is not None:
+                    states, seen[-1] = fns.encode_images(variables, observed[-1].pictures)
                 given, following = observed[-1], turn_keys(keys, turn + 1)
                 written, carried = sample.go_on(
                     variables, carried, given.tokens, given.mask, following, self.active, states
@@ -287,11 +287,6 @@ class _Chunk:
     def _change_last(self, place: Place, **values: object) -> None:
         p, g = place
         self.episodes[p][g] = self.episodes[p][g].with_last(**values)
-
-    def _encode_images(self, variables: PyTree, pictures: Pictures) -> tuple[Any, PictureInput]:
-        if self.fns.encode_images is None:  # the policy would never see the picture
-            raise EnvError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
-        return self.fns.encode_images(variables, pictures)
 
     def _read_turn(self, samples: Samples) -> None:
         """Add the samples to the active episodes."""
@@ -340,11 +335,11 @@ class _Chunk:
             self._change_last(place, rewards=dict(zip(names, numbers, strict=True)))
         return judged
 
-    def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> ObservationTokens:
+    def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> Encoded:
         """Step the environment for each active completion; continuing episodes stay active."""
         places = self._places
         observations: list[Observation | None] = []
-        encoded = ObservationTokens(np.zeros(0), np.zeros(0))
+        encoded = Encoded(np.zeros(0), np.zeros(0))
         if is_main_process():
             with self.work.stage("env", self.number):
                 asked = [self.rows[p] for p, _ in places], [self.episodes[p][g] for p, g in places]
@@ -359,8 +354,8 @@ class _Chunk:
         return encoded
 
     def _shared_observations(
-        self, observations: list[Observation | None], encoded: ObservationTokens
-    ) -> tuple[list[Observation | None], ObservationTokens]:
+        self, observations: list[Observation | None], encoded: Encoded
+    ) -> tuple[list[Observation | None], Encoded]:
         """Broadcast process 0's observations; the other processes receive only the prepared pictures."""
         texts = [None if one is None else [one.text, one.done] for one in observations]
         pictures = None if encoded.pictures is None else [*encoded.pictures]
@@ -369,7 +364,7 @@ class _Chunk:
             return observations, encoded
         texts, tokens, mask, pictures = shared
         observations = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
-        return observations, ObservationTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
+        return observations, Encoded(tokens, mask, None if pictures is None else Pictures(*pictures))
 
     def _remembered(self) -> list[list[Episode]]:
         return [
@@ -390,9 +385,7 @@ def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
 
 
 def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
-    """Derive the keys [P] of a turn, from 0; turn 0 uses the prompts' keys."""
-    if turn == 0:
-        return keys
+    """Derive the keys [P] of a turn after the first, which uses the prompts' keys."""
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, _TURN_STREAM), turn))(keys)
 
 
@@ -424,7 +417,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     )
 
 
-def join_turns(samples: Sequence[Samples], observed: Sequence[ObservationTokens], length: int, pad_id: int) -> Samples:
+def join_turns(samples: Sequence[Samples], observed: Sequence[Encoded], length: int, pad_id: int) -> Samples:
     """Join each completion's turns and observations to one stream without gaps, [P, G, length].
 
     `mask` is true for the policy's tokens, `present` for all tokens of a row. `turn` is a token's turn from 0; an

@@ -30,6 +30,7 @@ from grpo_jax.models.variables import precision_of
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.data import (
     SPLITS,
+    Encoded,
     PromptSet,
     Row,
     all_rows,
@@ -37,7 +38,7 @@ from grpo_jax.rollout.data import (
     data_identity,
     row_facts,
 )
-from grpo_jax.rollout.encoding import Encoded, choices_trie, make_decode, make_encode, policy_tokens
+from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
@@ -201,7 +202,7 @@ def load(
     pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
-    image_processor = image_processor_of(config, folder)
+    image_processor = image_processor_of(config, folder) if pictures else None
     encode = make_encode(
         folder.tokenizer,
         config.data,

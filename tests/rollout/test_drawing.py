@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.config.run import make_config
-from grpo_jax.rollout.data import Row, batch_at, draw_at
-from grpo_jax.rollout.encoding import Encoded, ParsedCompletion
+from grpo_jax.rollout.data import Encoded, Row, batch_at, draw_at
+from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.batches import batch_of, draw, weigh

@@ -11,8 +11,8 @@ from support.tiny_decoders import tiny
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import Encoded, ParsedCompletion
+from grpo_jax.rollout.data import Encoded, Row
+from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.env import EnvError, EnvSettings, Observation
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rewards import make_score
@@ -253,7 +253,7 @@ BAD = {
     ),
     "a picture": (
         lambda rows, episodes: [Observation("5", (np.zeros((4, 4, 3)),))] * len(rows),
-        "it answered with a picture, and the policy reads text alone",
+        "it answered with a picture, and no vision tower is loaded",
     ),
     "too long": (lambda rows, episodes: ["long"] * len(rows), "the environment: its observation 'long' takes too many"),
 }

@@ -110,6 +110,6 @@ def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
         return load(config, lambda *_: None, prompts=prompts)
 
     ctx = loaded()
-    with pytest.raises(StageError, match=r"vision tower is not loaded \(task.pictures\)"):
+    with pytest.raises(StageError, match=r"no vision tower is loaded \(a vision policy with task.pictures\)"):
         drawn(ctx, ctx.policy.variables)
     assert "visual" not in ctx.policy.variables and "visual" in loaded(pictures=True).policy.variables

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import IN_PYTHON, load_object
@@ -18,7 +19,6 @@ from grpo_jax.errors import UserError, failures_as, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
     Columns,
-    Maker,
     Reward,
     arguments_of,
     check_options,
@@ -33,8 +33,8 @@ class TaskRewards:
 
     Attributes:
         functions: By name in `rewards` and `eval_rewards` of the config: a reward function, which gets its options as
-            keyword arguments, or a factory (a class, a `Maker`). A reward receives a judge through an argument of the
-            judge's name, like a column.
+            keyword arguments, or a class or a partial of one, whose object is the reward and which gets them instead. A
+            reward receives a judge through an argument of the judge's name, like a column.
         defaults: Rewards if the config names none.
         eval_defaults: Eval rewards if the config names none.
         eval_always: Names among `functions` that are eval rewards of every run, last.
@@ -43,7 +43,7 @@ class TaskRewards:
         column_names: Names of these columns.
     """
 
-    functions: Mapping[str, Reward | Maker] = dataclasses.field(default_factory=dict)
+    functions: Mapping[str, Reward] = dataclasses.field(default_factory=dict)
     defaults: Sequence[RewardSection] = ()
     eval_defaults: Sequence[str] = ()
     eval_always: tuple[str, ...] = ()
@@ -243,15 +243,13 @@ def _unknown(name: str, source: TaskRewards, where: str) -> str:
     return f"expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
 
 
-def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
-    """Return one of the task's rewards and its remaining options; a maker consumes them."""
-    if inspect.isclass(reward) and not isinstance(reward, Maker):
-        check_options(label, reward, options)
-    elif not isinstance(reward, Maker):
-        check_options(label, reward, options, RESERVED_COLUMNS)
+def _made(reward: Reward, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
+    """Return one of the task's rewards and its remaining options; a class consumes them."""
+    is_class = inspect.isclass(reward.func if isinstance(reward, functools.partial) else reward)
+    check_options(label, reward, options, () if is_class else RESERVED_COLUMNS)
+    if not is_class:
         return reward, options
     try:
-        made: Any = (reward.make if isinstance(reward, Maker) else reward)(**options)
-        return made, {}
+        return reward(**options), {}
     except (TypeError, ValueError, UserError) as error:
         raise UserError(f"rewards.{label}.options: {error}") from error

@@ -95,12 +95,6 @@ class JudgedBatch:
         return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
 
 
-class Maker(NamedTuple):
-    """A factory of a reward: make(**options) → reward."""
-
-    make: Callable[..., Reward]
-
-
 class RewardError(UserError):
     """Failure of a reward. ``reward`` is its name; its exception is the cause."""
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rewards import Maker, Reward
+from grpo_jax.rollout.rewards import Reward
 from grpo_jax.tasks.recommendation import FUSED, RANK
 from grpo_jax.tasks.recommendation.baselines import (
     Gain,
@@ -38,11 +38,9 @@ from grpo_jax.tasks.recommendation.catalogue import Items
 _MEASURES = {"hr": hit, "ndcg": ndcg, "mrr": mrr}
 
 
-def task_rewards(items: int, *, fused: bool) -> dict[str, Reward | Maker]:
+def task_rewards(items: int, *, fused: bool) -> dict[str, Reward]:
     """Return the rewards by name; `fused` if rankings have a prior."""
-    rewards: dict[str, Reward | Maker] = {
-        name: Maker(functools.partial(make_reward, name, items)) for name in ("ndcg", "hit", "mrr")
-    }
+    rewards: dict[str, Reward] = {name: functools.partial(RankReward, name, items) for name in ("ndcg", "hit", "mrr")}
     rewards |= {"soft": soft, RANK: _of_rank(lambda rank: rank)}
     if fused:
         rewards[FUSED] = _fused
@@ -59,20 +57,27 @@ def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[
     return {"rank": np.asarray(rank, np.float64).tolist(), "probability": np.asarray(probability, np.float64).tolist()}
 
 
-def make_reward(name: Gain, items: int, /, *, k: float = 0) -> Reward:
-    """Return a built-in reward; a ValueError if `k` is out of range.
+class RankReward:
+    """A built-in reward of the target's rank."""
 
-    Args:
-        name: "ndcg", "hit" or "mrr".
-        items: Number of items in the catalogue.
-        k: The cut-off, at most `items`; 0 for none, so that every rank counts. With a small k and few completions, most
-            groups have zero variance.
-    """
-    if k < 0 or k != int(k):
-        raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
-    if k > items:
-        raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
-    return _of_rank(functools.partial(gain, name, k=int(k) or None, items=items))
+    def __init__(self, name: Gain, items: int, /, *, k: float = 0):
+        """Choose the measure; a ValueError if `k` is out of range.
+
+        Args:
+            name: "ndcg", "hit" or "mrr".
+            items: Number of items in the catalogue.
+            k: The cut-off, at most `items`; 0 for none, so that every rank counts. With a small k and few completions,
+                most groups have zero variance.
+        """
+        if k < 0 or k != int(k):
+            raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
+        if k > items:
+            raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
+        self._measure = functools.partial(gain, name, k=int(k) or None, items=items)
+
+    def __call__(self, rank: Sequence[float], **_: object) -> list[float]:
+        """Return the value of each rank."""
+        return self._measure(np.asarray(rank, np.float64)).tolist()
 
 
 def measure(name: str) -> Reward | None:

@@ -50,7 +50,7 @@ def command(folder, run_dir, **changes):
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mrr, ndcg, rank, soft; got 'recall'"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
-        ({"rewards": '[{"name": "ndcg", "options": {"map": 1.0}}]'}, "got an unexpected keyword argument 'map'"),
+        ({"rewards": '[{"name": "ndcg", "options": {"map": 1.0}}]'}, "expected arguments of the reward (k), got 'map'"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
         ({"eval_rewards": '["recall@5"]'}, "mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
         ({"task.retrieval.encoder": "no/such-model"}, "no/such-model"),

@@ -133,6 +133,11 @@ class Rollout(NamedTuple):
         """Return the eval rewards of the last turn, f32 [P, G, W]."""
         return self._at_last(self.eval_rewards)
 
+    @property
+    def final_values(self) -> np.ndarray:
+        """Return rewards and eval rewards of the last turn, f32 [P, G, N + W]."""
+        return np.concatenate([self.final_rewards, self.final_eval_rewards], axis=-1)
+
     def _at_last(self, values: np.ndarray) -> np.ndarray:
         last = np.array([[len(episode.turns) - 1 for episode in group] for group in self.episodes])
         return np.take_along_axis(values, last[..., None, None], axis=2)[:, :, 0]

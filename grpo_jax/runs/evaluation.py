@@ -97,8 +97,7 @@ def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
     probability that at least one of j completions reaches evaluation.pass_threshold (`core.pass_at_k.pass_at_k`). The
     total has no pass@j. Missing values do not count.
     """
-    threshold = ctx.config.evaluation.pass_threshold
-    judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
+    threshold, judged = ctx.config.evaluation.pass_threshold, rollout.final_values
     count = judged.shape[1]
     statistics: Statistics = {}
     for index, name in enumerate(ctx.measure_names):
@@ -156,8 +155,7 @@ def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]
     for control, step in ctx.task_data.environment.controls.items():
         env = fns.env._replace(step=step)
         evaluation = evaluate(ctx._replace(fns=fns._replace(env=env)), variables, rows)
-        names = fns.reward_names + fns.eval_reward_names
-        measures |= {f"{name}_{control}": evaluation.measures[name] for name in names}
+        measures |= {f"{name}_{control}": evaluation.measures[name] for name in ctx.measure_names}
     return measures
 
 
@@ -208,11 +206,10 @@ def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
     The total is the weighted sum of the objectives' means, each over the rows that have a value. (A group of one has no
     mean to replace a missing value.) It is NaN if an objective is missing in all rows.
     """
-    judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
     objectives = weigh(ctx, rollout)
     terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
     total = float(sum(weight * mean for weight, mean in terms if weight))
-    return {**dict(zip(ctx.measure_names, _present_means(judged), strict=True)), TOTAL: total}
+    return {**dict(zip(ctx.measure_names, _present_means(rollout.final_values), strict=True)), TOTAL: total}
 
 
 def _present_means(values: np.ndarray) -> list[float]:

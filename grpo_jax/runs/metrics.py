@@ -54,7 +54,7 @@ def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
         return {}
     values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
     values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
-    ends = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1).reshape(len(values), -1)
+    ends = rollout.final_values.reshape(len(values), -1)
     # A missing turn has no value of any name; a turn whose measures all failed counts as the previous one.
     exists = np.isfinite(values).any(axis=-1)
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)

@@ -10,7 +10,6 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
-from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, fallen
@@ -157,8 +156,8 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
     before = [episode.last.image for episode in unchanged.episodes] if unchanged else [None] * len(rows)
     if drawn and any(image is None for image in [*later, *(before if unchanged else ())]):  # the renderer may fail
         return []
-    second = scores_of(after.rollout)
-    first = scores_of(unchanged.rollout) if unchanged else np.full_like(second, np.nan)
+    second = after.rollout.final_values[:, 0]
+    first = unchanged.rollout.final_values[:, 0] if unchanged else np.full_like(second, np.nan)
     return [
         GalleryEntry(
             row.prompt,
@@ -184,14 +183,9 @@ def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
     return EpisodeEntry(row.prompt, [shown_turn(turn) for turn in episode.turns], pictures)
 
 
-def scores_of(rollout: Rollout) -> np.ndarray:
-    """Return rewards and eval rewards of one completion per row, f32 [P, N + W]."""
-    return np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)[:, 0]
-
-
 def texts_table(ctx: RunContext, after: Evaluation) -> Table:
     """Make a table of held-out prompts: prompt, completion, the task's columns, rewards and eval rewards."""
-    values = scores_of(after.rollout)
+    values = after.rollout.final_values[:, 0]
     columns = ctx.task_data.report.columns
     rows = [
         (

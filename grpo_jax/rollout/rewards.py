@@ -74,8 +74,7 @@ class JudgedBatch:
 
     def __init__(self, iteration: int | None, max_steps: int):
         """Begin the batch of an iteration, from 0; None for held-out prompts."""
-        evaluation = iteration is None
-        self.state = TrainerState(max_steps if iteration is None else iteration, max_steps, evaluation)
+        self.state = TrainerState(max_steps if iteration is None else iteration, max_steps, iteration is None)
         self._values: dict[str, list[float]] = {}
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:

@@ -205,6 +205,8 @@ def run_cli(
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    with suppress(AttributeError):  # of a stream that is no file
+        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with extras_named():
             result = act(words)

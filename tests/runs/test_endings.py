@@ -17,7 +17,7 @@ import pytest
 import yaml
 from support.text_task import PATIENCE, ROOT, environment, finished_run, rewound, train_here
 
-from grpo_jax.errors import Stopped, UserError
+from grpo_jax.errors import Stopped, UserError, run_cli
 from grpo_jax.reports.console import Console
 from grpo_jax.runs import trainer
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -142,6 +142,13 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
     console.close()
     lines = (tmp_path / "train.log").read_text().splitlines()
     assert lines == ["warning: the terminal is gone; the run continues", "one", "two", "policy     three"]
+
+
+def test_a_terminal_without_a_character_gets_its_number(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    assert run_cli(lambda _: print("木 × 2", flush=True), ()) == 0
+    assert stream.buffer.getvalue() == b"\\u6728 \\xd7 2\n"
 
 
 def test_a_signal_inside_the_collector_stops_a_moment_later():

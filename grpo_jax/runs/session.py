@@ -23,7 +23,7 @@ from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserErro
 from grpo_jax.models.broadcast import broadcast, is_main_process
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.runs.directory import write_atomically
+from grpo_jax.runs.directory import read_metrics, write_atomically
 from grpo_jax.runs.processes import versions
 from grpo_jax.tasks.task import Finished
 from grpo_jax.training.update import PATIENCE
@@ -266,7 +266,12 @@ class Session:
         UserError if the checkpoint has another configuration, other data, or more iterations.
         """
         checkpoints = self.checkpoints
-        if not self.config.resume or checkpoints.latest_step() is None:
+        if not self.config.resume:
+            return None
+        if checkpoints.latest_step() is None:
+            if trained := len(read_metrics(self.output.directory.metrics)):  # the first iteration begins with a checkpoint
+                lost = f"{checkpoints.folder} has no checkpoint, though {trained} iterations are done"
+                raise UserError(f"--resume: {lost}: put it back, or start a new run in another --run_dir")
             return None
         progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
         require_same(progress.identity, self.config, task, checkpoints.folder)

@@ -98,6 +98,12 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, t
     run = rewound(finished, tmp_path / "run", 2)
     assert train_here(config, run, "--resume", "--training.max_steps=1") == 2
     assert capsys.readouterr().err == "error: --resume: 2 iterations are done, more than the run's 1\n"
+    (run / "checkpoints").rename(tmp_path / "away")  # by somebody who needs room
+    assert train_here(config, run, "--resume", "--training.max_steps=3") == 2
+    assert f"{run / 'checkpoints'} has no checkpoint, though 2 iterations are done: put" in capsys.readouterr().err
+    assert (run / "policy/model.safetensors").is_file() and len(rows(run)) == 2
+    (run / "checkpoints").rmdir()
+    (tmp_path / "away").rename(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
     assert train_here(config, run, "--resume", "--training.max_steps=3") == 0
     out = capsys.readouterr().out

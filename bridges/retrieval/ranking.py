@@ -50,12 +50,6 @@ class Ranks(NamedTuple):
     probability: np.ndarray
 
 
-def merge_counts(parts: list[Counts]) -> Counts:
-    """Add up the counts of the catalogue's parts; the target's score is the same in all."""
-    before, log_sums, scores = zip(*parts, strict=True)
-    return Counts(np.sum(before, axis=0), np.logaddexp.reduce(log_sums, axis=0), scores[0])
-
-
 def ranks_of(counts: Counts) -> Ranks:
     r"""Return rank = 1 + before, and probability = exp(s/τ) / (exp(s/τ) + Σ_others exp(s_j/τ))."""
     scores = counts.score / TEMPERATURE
@@ -156,9 +150,9 @@ class LocalBackend:
         products = vectors.multiply(own) if sparse.issparse(vectors) else vectors * own
         score = np.asarray(products.sum(1), np.float64).reshape(-1)
         out = np.concatenate([queries.targets[:, None], queries.exclude], axis=1)
-        return merge_counts(
-            [count_scores(_dense(vectors @ items), score, out - first) for first, items in self._blocks]
-        )
+        parts = [count_scores(_dense(vectors @ items), score, out - first) for first, items in self._blocks]
+        before, log_sums, scores = zip(*parts, strict=True)  # the target's score is the same in all
+        return Counts(np.sum(before, axis=0), np.logaddexp.reduce(log_sums, axis=0), scores[0])
 
     def nearest(
         self, texts: Sequence[str], count: int, exclude: Sequence[Sequence[int]], history: History | None = None

@@ -106,8 +106,7 @@ def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -
 
 def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
     """Return seconds for checkpoints and summary; "total" includes this process."""
-    stages = {name: value for name, value in seconds.items() if name != "total"}
-    return {**stages, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
+    return {**seconds, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
 
 
 def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
@@ -263,13 +262,14 @@ class Session:
     def resumed(self, task: Mapping[str, object], iterations: int) -> Progress | None:
         """Return the progress of the latest valid checkpoint on --resume; None for a new run.
 
-        UserError if the checkpoint has another configuration, other data, or more iterations.
+        UserError if the checkpoint has another configuration, other data, or more iterations, or if a run that has
+        trained has none: it would begin again.
         """
         checkpoints = self.checkpoints
         if not self.config.resume:
             return None
         if checkpoints.latest_step() is None:
-            if trained := len(read_metrics(self.output.directory.metrics)):  # the first iteration begins with a checkpoint
+            if trained := len(read_metrics(self.output.directory.metrics)):
                 lost = f"{checkpoints.folder} has no checkpoint, though {trained} iterations are done"
                 raise UserError(f"--resume: {lost}: put it back, or start a new run in another --run_dir")
             return None

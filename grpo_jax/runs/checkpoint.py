@@ -241,7 +241,7 @@ class Checkpoints:
         self.wait()
         name = str(which)
         if name not in ("latest", *_NAMES) and not (name.isascii() and name.isdigit()):
-            raise UserError(f"checkpoint {short_repr(which)}: expected a step, latest, best or final")
+            raise UserError(f"checkpoint {short_repr(which)}: expected a step, latest, best, final or start")
         chosen, available = str(self._latest()) if name == "latest" else name, self._available()
         if chosen not in available:
             fix = f"there are: {', '.join(available)}" if available else "the run has not come to its first checkpoint"

@@ -185,7 +185,7 @@ def test_no_checkpoint_says_what_is_there(folder, tmp_path):
                 checkpoints.read_meta(name)
             assert len(str(error.value)) < 400
         for name in ("newest", "²", "-1", "1.0", ""):
-            with pytest.raises(UserError, match="expected a step, latest, best or final"):
+            with pytest.raises(UserError, match="expected a step, latest, best, final or start"):
                 checkpoints.read_meta(name)
     with pytest.raises(UserError, match="no such folder"):
         Checkpoints(tmp_path / "nowhere", read_only=True)

@@ -4,8 +4,7 @@ One CUDA device decodes from unstacked layers with fused projections of the same
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 
 import jax
@@ -16,7 +15,7 @@ from flax import linen as nn
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.attention import Context, LayerInput, embed_pictures
-from grpo_jax.models.layers import draw_params, recomputed, remat_block
+from grpo_jax.models.layers import draw_params, remat_block, traced_once
 from grpo_jax.models.lora import ListedLayers, LoraConfig, init_adapters
 from grpo_jax.models.positions import prompt_context
 from grpo_jax.models.sharding import OverPrompts
@@ -65,9 +64,6 @@ class Decoder(nn.Module):
         """Declare a table [rows, D]."""
         return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size))
 
-    def _recomputed(self, layer: nn.Module) -> Callable[..., PyTree]:
-        return partial(recomputed(layer.clone(parent=None)), layer.variables["params"], layer.variables.get("lora", {}))
-
     def __call__(
         self,
         tokens: jax.Array,
@@ -106,12 +102,15 @@ class Decoder(nn.Module):
     def _one_by_one(
         self, x: jax.Array, inputs: LayerInput, context: Context, cached_inputs: Sequence[LayerInput]
     ) -> tuple[jax.Array, list[PyTree]]:
-        """Run unstacked layers on states [P, S, D]."""
-        layers = [self._recomputed(layer) for layer in self.layers] if self.remat == "layer" else self.layers
+        """Run unstacked layers on states [P, S, D], which are traced once."""
+        run = traced_once(self.layers[0].clone(parent=None, name=None), recompute=self.remat == "layer")
+        cached_inputs = cached_inputs or [LayerInput()] * len(self.layers)
         new_keys_values = []
-        for i, (layer, cached) in enumerate(zip(layers, cached_inputs or [LayerInput()] * len(layers), strict=True)):
+        for i, (layer, cached) in enumerate(zip(self.layers, cached_inputs, strict=True)):
             layer_input = jax.tree.map(lambda x, i=i: x[i], inputs)
-            x, written = layer(x, layer_input._replace(prefix=cached.prefix, cache=cached.cache), context)
+            layer_input = layer_input._replace(prefix=cached.prefix, cache=cached.cache)
+            with jax.named_scope(layer.name):  # for the kernels' names in profiles
+                x, written = run(layer.variables["params"], layer.variables.get("lora", {}), x, layer_input, context)
             new_keys_values.append(written)
         return x, new_keys_values
 

@@ -88,7 +88,7 @@ class Architecture(NamedTuple):
 
 
 def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
-    """Rematerialise a layer as ``policy.Policy`` defines; outside a scan `recomputed` does that."""
+    """Rematerialise a layer as ``policy.Policy`` defines; outside a scan `traced_once` does that."""
     if remat == "none" or (remat == "layer" and not scanned):
         return block
     policies = jax.checkpoint_policies
@@ -97,23 +97,27 @@ def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> 
     return nn.remat(block, prevent_cse=not scanned, policy=keep)
 
 
-def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
-    """Make a layer of a frozen base (params, adapters, x, ...) → result that is recomputed in the backward pass.
+def traced_once(layer: nn.Module, *, recompute: bool) -> Callable[..., PyTree]:
+    """Make a layer of unstacked weights (params, adapters, x, ...) → result, for all layers of an unrolled stack.
 
-    In an unrolled stack, XLA would postpone the adapters' gradients and keep every layer's inputs for them. Barriers
-    therefore order a layer's backward pass: it starts after the gradient of the result, and passes on that of x after
-    the adapters' gradients. Parameters have no gradient.
+    With `recompute`, its base is frozen, and the backward pass computes the result again. In an unrolled stack, XLA
+    would postpone the adapters' gradients and keep every layer's inputs for them. Barriers therefore order a layer's
+    backward pass: it starts after the gradient of the result, and passes on that of x after the adapters' gradients.
+    Parameters have no gradient.
     """
 
+    @partial(jax.jit, inline=True)
     def apply(params: PyTree, adapters: PyTree, *inputs: PyTree) -> PyTree:
-        with jax.named_scope(layer.name):  # for the kernels' names in profiles
-            return layer.apply({"params": params, "lora": adapters}, *inputs)
+        return layer.apply({"params": params, "lora": adapters}, *inputs)
 
+    if not recompute:
+        return apply
     call = jax.custom_vjp(apply)
 
     def forward(*arguments: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
         return apply(*arguments), arguments
 
+    @partial(jax.jit, inline=True)
     def backward(arguments: tuple[PyTree, ...], gradient: PyTree) -> tuple[PyTree, ...]:
         (params, *others), gradient = jax.lax.optimization_barrier((arguments, gradient))
         adapters, x, *rest = jax.vjp(partial(apply, params), *others)[1](gradient)

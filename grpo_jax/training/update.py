@@ -72,15 +72,16 @@ def make_train_step(
         normaliser: Denominators of the update from its whole batch, so splitting the batch changes nothing.
         grad_accumulation_steps: Number of sequential micro-batches along P; P must be a multiple.
         grad_dtype: ``bfloat16`` rounds the gradient of each kernel; micro-batches accumulate in float32.
-        adapt: adapt(state's entropy control, the update's mean entropy) → the next update's; None for a fixed bonus.
+        adapt: adapt(state's entropy control, the update's mean entropy) → the next update's, unless all tokens are
+            masked; None for a fixed bonus.
     """
 
     def compute(moving: TrainState, frozen: Variables, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, whole, control = moving.variables, normaliser(batch), moving.entropy_control
-        adapted = {} if control is None else {"entropy_coef": control.applied}
+        bonus = {} if control is None else {"entropy_coef": control.applied}
 
         def loss_of(by: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
-            return objective({**frozen, **narrow_gradients(trained, by)}, micro, whole, **adapted)
+            return objective({**frozen, **narrow_gradients(trained, by)}, micro, whole, **bonus)
 
         by = narrow_zeros(trained) if grad_dtype == "bfloat16" else trained
         gradient = partial(jax.value_and_grad(loss_of, has_aux=True), by)
@@ -93,7 +94,9 @@ def make_train_step(
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         after = moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
         if control is not None and adapt is not None:
-            after = after._replace(entropy_control=adapt(control, metrics["policy"].entropy.value()))
+            entropy = metrics["policy"].entropy
+            adapted = jax.tree.map(partial(jnp.where, entropy.weight > 0), adapt(control, entropy.value()), control)
+            after = after._replace(entropy_control=adapted)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         report = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
         after = _where_finite(finite, after, moving)

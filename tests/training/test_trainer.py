@@ -11,6 +11,7 @@ from support import tiny_update
 from support.tiny_update import PROMPTS, STEPS
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
+from grpo_jax.core.losses import EntropyControl
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import minibatches
@@ -105,6 +106,17 @@ def test_gradients_of_kernels_are_rounded_on_request_and_the_others_are_not(batc
     rounded = {name: error for name, error in errors.items() if "kernel" in name}
     assert len(rounded) == 7 and all(5e-4 < error < 2.5e-3 for error in rounded.values()), errors
     assert all(error < 1e-6 for name, error in errors.items() if name not in rounded), errors
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_entropy_coefficient_stays_after_an_update_without_tokens(batch, masked):
+    forward, optimizer = make_forward(Policy(tiny_update.CONFIG, remat="none"), temperature=1.0), optax.sgd(1.0)
+    section, training = AlgorithmSection(entropy_target=100.0), TrainingSection(prompts_per_batch=PROMPTS)
+    step = make_configured_step(forward, optimizer, section, training, max_new_tokens=STEPS)
+    state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+    state = state._replace(entropy_control=EntropyControl(jnp.float32(0.1), jnp.float32(0.1)))
+    state, _ = step(state, batch._replace(mask=batch.mask & (not masked)))
+    assert float(state.entropy_control.coef) == pytest.approx(0.1 if masked else 0.105)
 
 
 def test_a_program_holds_the_model_once_however_many_micro_batches(batch):

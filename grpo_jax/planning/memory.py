@@ -6,6 +6,7 @@ and the compiler reports their memory. Judges report their own.
 
 from __future__ import annotations
 
+import functools
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -42,8 +43,11 @@ RUNTIME = GIB // 2
 FREE = 0.05
 """Share of a device left for fragmentation."""
 
-PUBLISHED_POLICIES: Mapping[str, Mapping[str, Any]] = load_json(Path(__file__).with_name("published.json"))
-"""The shapes in some config.json of the hub, for planning without a connection."""
+
+@functools.cache
+def published_policies() -> Mapping[str, Mapping[str, Any]]:
+    """Read the shapes in some config.json of the hub, for planning without a connection."""
+    return load_json(Path(__file__).with_name("published.json"))
 
 
 def show_plan(config: object, request: Namespace) -> int:
@@ -142,8 +146,8 @@ def read_shape(path: str) -> ModelConfig:
     folder = _policy_folder(path)
     if os.path.isfile(folder / "config.json"):
         return hf.model_config(folder, read_json_file(folder / "config.json"))
-    if path in PUBLISHED_POLICIES:
-        return hf.model_config(folder, PUBLISHED_POLICIES[path])
+    if path in published_policies():
+        return hf.model_config(folder, published_policies()[path])
     from huggingface_hub import hf_hub_download
 
     try:

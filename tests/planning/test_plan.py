@@ -18,7 +18,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import GIB
 from grpo_jax.planning import memory as plan
-from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, held_memory, read_shape
+from grpo_jax.planning.memory import PolicyMemory, held_memory, published_policies, read_shape
 from grpo_jax.planning.programs import (
     Report,
     Work,
@@ -169,7 +169,7 @@ def test_a_plan_compiles_the_last_turn_too(monkeypatch):
 
 
 def test_published_vision_towers_are_counted():
-    sizes = {name: count_weights(tower_shapes(read_shape(name).vision)) for name in PUBLISHED_POLICIES}
+    sizes = {name: count_weights(tower_shapes(read_shape(name).vision)) for name in published_policies()}
     assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
 
 

@@ -15,7 +15,7 @@ from support.vision.folders import SETTINGS
 from grpo_jax.config.command_line import parse
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.planning.memory import PUBLISHED_POLICIES, read_shape, read_shown
+from grpo_jax.planning.memory import published_policies, read_shape, read_shown
 from grpo_jax.planning.programs import compile_program, report_program, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
 
@@ -86,7 +86,7 @@ METHODS = [
 def shipped(path):
     """The case of a shipped config: of a large policy only one narrow layer."""
     config = parse([f"--config={path}"])
-    published = PUBLISHED_POLICIES.get(config.policy.path)
+    published = published_policies().get(config.policy.path)
     fields = {} if published is None else seeing(published["model_type"])
     return Case(path.stem, fields, (f"--config={path}",))
 

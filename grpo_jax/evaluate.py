@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     config = run_config(options.run)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
-    names = [name for name in ("prompts", "samples", "temperature") if getattr(options, name) is not None]
-    overrides = {name: getattr(options, name) for name in names}
+    requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
+    overrides = {name: value for name, value in requested.items() if value is not None}
     if "temperature" in overrides and not config.evaluation.samples:
         overrides.setdefault("samples", 1)
     config = config.replace(evaluation=config.evaluation.replace(**overrides))
@@ -76,14 +77,18 @@ def _evaluate(options: argparse.Namespace) -> None:
         print(written)
         return
     print(f"\n{report['prompts']} held-out prompts, checkpoint {options.checkpoint} (step {report['step']})")
+    _print_measures(report)
+    samples = [line for table in samples_tables(report) for line in table.lines()]
+    for line in [*samples, *findings.lines]:
+        print(line)
+
+
+def _print_measures(report: Mapping[str, Any]) -> None:
     kinds = [kind for kind in ("unchanged", "greedy", "sampled", "oracle") if kind in report]
     print(f"{'measure':<20}" + "".join(f"{kind:>12}" for kind in kinds))
     for name in report["greedy"]:
         cells = (report[kind].get(name) for kind in kinds)
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
-    samples = [line for table in samples_tables(report) for line in table.lines()]
-    for line in [*samples, *findings.lines]:
-        print(line)
 
 
 main = command(make_parser, _evaluate)

@@ -188,7 +188,12 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
 
 def _undecodable_line(path: Path) -> int:
     with open(path, "rb") as file:
-        return next((n for n, line in enumerate(file, 1) if line.decode(errors="ignore").encode() != line), 1)
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def dataset_records(value: Any, subject: str, base: Path | None = None) -> Records | None:

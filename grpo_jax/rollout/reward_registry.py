@@ -144,7 +144,7 @@ def resolve_rewards(
         if place == IN_PYTHON:
             raise UserError(
                 f"reward {label}: run() was given this function in Python and nothing here can import it: call "
-                f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a "
+                f"run(config, rewards=[{label}]) again (with resume=True to continue or to measure), or keep it in a "
                 "module"
             )
         if place:

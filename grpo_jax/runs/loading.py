@@ -157,10 +157,9 @@ def load(
 ) -> RunContext:
     """Load everything, one line (info(name, detail)) per part.
 
-    `prompts` and `rewards` (functions by label) replace the config's; prompts from Python are also read from the run
-    directory, which keeps them. `leaving` closes judges with external resources
-    at the end of the run. Only process 0 loads judges. For training, `ahead` is called with everything but the judges,
-    before these are loaded.
+    `prompts` and `rewards` (functions by label) replace the config's; without `prompts`, those from Python are read
+    from the run directory, which keeps them. `leaving` closes judges with external resources at the end of the run.
+    Only process 0 loads judges. For training, `ahead` is called before them, with everything else.
     """
     if prompts is None and config.data.prompts == IN_PYTHON:
         prompts = kept_prompts(RunDirectory(str(config.run_dir)))

@@ -83,7 +83,7 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
     if not directory.prompts.is_file():
         raise UserError(
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
-            "run(config, prompts=...) again (with resume=True to go on or to measure)"
+            "run(config, prompts=...) again (with resume=True to continue or to measure)"
         )
     records = read_lines(directory.prompts, parse_json)
     facts = bytearray()

@@ -197,7 +197,7 @@ class IterationEvent:
 
 
 Callback = Callable[[IterationEvent], bool | None]
-"""callback(event) → True to stop the run as a signal does: saved, and `--resume` goes on; False or None goes on."""
+"""callback(event) → True to stop the run as a signal does: saved for `--resume`; False or None continues."""
 
 
 class Callbacks(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 from support.tiny_decoders import CONFIGS, LLAMA, drawn, group_batch
 
 from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
+from grpo_jax.models.architectures import llama
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import separate, unstack_and_fuse
 from grpo_jax.models.lora import LoraConfig, entry, merge
@@ -58,6 +59,25 @@ def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
     apart = unstack_and_fuse(variables["params"], config)
     assert "layers" not in apart and {"layers_0", "layers_1"} <= apart.keys()
     jax.tree.map(close, outcome("cuda", apart), outcome("cpu", variables["params"]))
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_more_layers_apart_take_no_more_traces(monkeypatch, remat):
+    attention, traced = llama.attend_streams, []
+    monkeypatch.setattr(llama, "attend_streams", lambda *inputs: traced.append(len(inputs)) or attention(*inputs))
+
+    def traces(layers):
+        config = replace(LLAMA, num_layers=layers, windows=LLAMA.windows * (layers // 2))
+        variables, policy = drawn(config, SEVERAL), Policy(config, lora=SEVERAL, remat=remat, platform="cuda")
+        apart, before = unstack_and_fuse(variables["params"], config), len(traced)
+
+        def loss(adapters):
+            return policy.forward_group({"params": apart, "lora": adapters}, *group_batch()).sum()
+
+        jax.make_jaxpr(jax.grad(loss))(variables["lora"])
+        return len(traced) - before
+
+    assert traces(2) == traces(4) > 0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

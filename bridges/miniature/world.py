@@ -131,7 +131,8 @@ def read(images: np.ndarray) -> np.ndarray:
     background = np.argmin(((back[:, None] - COLOURS) ** 2).sum(-1), axis=1)
     difference = (images - back[:, :, None, None]).reshape(n, 3, -1)
     contrast = COLOURS[None] - back[:, None]  # [n, 8, 3]
-    overlap = np.einsum("nkc,ncs->nks", contrast, difference) @ masks.T  # [n, 8, M]
+    # [n, 8, M]. One product over all pictures: NumPy's threads spin between many small ones.
+    overlap = contrast @ (difference.reshape(3 * n, -1) @ masks.T).reshape(n, 3, -1)
     cost = (contrast**2).sum(-1)[..., None] * (masks**2).sum(-1) - 2 * overlap
     cost[np.arange(n), background] = np.inf
     best = cost.reshape(n, -1).argmin(axis=1)

@@ -7,6 +7,7 @@ docs/judges.md). Each prompt has combinations, and a held-out combination is in 
 may be known).
 """
 
+import gzip
 import itertools
 import json
 import zlib
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TARGET = Path(__file__).parents[1] / "grpo_jax" / "tasks" / "compositional_prompts.jsonl"
+TARGET = Path(__file__).parents[1] / "grpo_jax" / "tasks" / "compositional_prompts.jsonl.gz"
 COUNTS = {"train": 2048, "validation": 256, "test": 256}
 
 _PLURALS_IN_S = (
@@ -122,4 +123,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(text(), encoding="utf-8")
+    TARGET.write_bytes(gzip.compress(text().encode(), mtime=0))

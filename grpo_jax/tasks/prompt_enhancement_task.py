@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,6 @@ def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
 
     They come from `scripts/compositional.py`, divided into "train", "validation" and "test".
     """
-    text = resources.files("grpo_jax.tasks").joinpath("compositional_prompts.jsonl").read_text(encoding="utf-8")
-    records = [record for line in text.splitlines() if (record := json.loads(line)).pop("split") == split]
+    lines = gzip.decompress(resources.files("grpo_jax.tasks").joinpath("compositional_prompts.jsonl.gz").read_bytes())
+    records = [record for line in lines.splitlines() if (record := json.loads(line)).pop("split") == split]
     return records[:count]

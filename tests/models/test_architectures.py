@@ -25,7 +25,11 @@ from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.
-ARCHITECTURES = (pytest.param("smollm3", marks=pytest.mark.wide), "qwen3_moe", "gemma3_text")
+ARCHITECTURES = (
+    *(pytest.param(name, marks=pytest.mark.wide) for name in ("smollm3", "olmo2")),
+    "qwen3_moe",
+    "gemma3_text",
+)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -60,6 +60,7 @@ def as_on_the_hub(folder):
         ("qwen3", "bfloat16", "float32", dict(max_shard_size="20KB")),
         ("llama", "float16", "float32", dict(attention_bias=True, mlp_bias=True)),
         ("llama", "bfloat16", None, {}),
+        ("olmo2", "float32", "float32", {}),
         ("phi3", "float32", "float32", dict(max_shard_size="20KB")),
         ("qwen3_moe", "bfloat16", "float32", dict(max_shard_size="20KB")),
         ("gemma2", "bfloat16", "float32", dict(tie_word_embeddings=True)),

@@ -51,6 +51,7 @@ TRAINED = [
     ),
     ("gpt2", [dict(layer_norm_epsilon=0.5)]),
     ("smollm3", [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)]),
+    ("olmo2", [dict(attention_bias=True), dict(rms_norm_eps=0.5), THETA]),
     ("phi3", [dict(sliding_window=3), dict(rope_parameters=reference.LONGROPE | SU)]),
     (
         "qwen3_moe",

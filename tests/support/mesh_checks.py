@@ -29,7 +29,7 @@ MESHES = ((8, 1), (2, 4))
 MIXTURE = dataclasses.replace(
     tiny_update.CONFIG,
     **dict(model_type="qwen3_moe", mixture=Mixture(4, 2, 16), qkv_bias=False, initializer_range=0.2),
-    **dict(unit_offset=True, post_norms=True, logit_softcap=3.0),
+    **dict(unit_offset=True, norms="both", logit_softcap=3.0),
 )
 PROMPTS = 2 * tiny_update.PROMPTS
 

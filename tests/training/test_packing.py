@@ -23,7 +23,7 @@ SHAPE = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, initializ
 CONFIG = DecoderConfig(
     **SHAPE,
     **dict(intermediate_size=24, num_kv_heads=1, head_dim=8, mixture=Mixture(4, 2, 12), windows=(None, 3)),
-    **dict(layer_ropes=(RopeConfig(), None), unit_offset=True, post_norms=True, qk_norm=True),
+    **dict(layer_ropes=(RopeConfig(), None), unit_offset=True, norms="both", qk_norm="head"),
     **dict(attention_scale=0.5, attention_softcap=2.0, logit_softcap=3.0, embedding_scale=4.0),
 )
 

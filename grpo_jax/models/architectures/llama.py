@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,10 +86,12 @@ class DecoderConfig:
     output_bias: bool = False  # bias on the attention's output projection
     mlp_bias: bool = False  # biases on the MLP's projections
     fused: bool = False  # queries, keys and values are one projection, gate and up another (Phi-3)
-    qk_norm: bool = False  # RMS norm on each head's queries and keys before the rotation (Qwen3)
+    # RMS norm of queries and keys before the rotation: on each head (Qwen3), or on the whole projection (OLMo 2)
+    qk_norm: Literal["", "head", "projection"] = ""
     mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
-    post_norms: bool = False  # norms also on the outputs of attention and MLP, before they are added (Gemma)
+    # norms on the inputs of attention and MLP, on their outputs (OLMo 2), or on both (Gemma)
+    norms: Literal["pre", "post", "both"] = "pre"
     attention_scale: float | None = None  # factor of attention scores; None for E^-0.5
     attention_softcap: float | None = None  # softcap of attention scores, None for none
     logit_softcap: float | None = None  # softcap of the logits, None for none
@@ -134,7 +136,7 @@ class DecoderConfig:
             qkv_bias=True if qwen2_like else attention_bias,
             output_bias=False if qwen2_like else attention_bias,
             mlp_bias=model_type == "llama" and bool(fields.get("mlp_bias", False)),
-            qk_norm=model_type in ("qwen3", "qwen3_vl"),
+            qk_norm="head" if model_type in ("qwen3", "qwen3_vl") else "",
             vision=read_vision(config, fields["vocab_size"], fields["hidden_size"])
             if model_type in VISION_TYPES
             else None,
@@ -261,8 +263,103 @@ def _rope(fields: hf_config.ConfigJson, model_type: str, half: int) -> RopeConfi
 Rotation = tuple[jax.Array, jax.Array]
 
 
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embeddings, over prompts and completions at once (see ``attend_streams``)."""
+
+    config: DecoderConfig
+    project: Callable[[int, bool], Projection]  # (features, whether there is a bias) -> a projection
+    implementation: str
+
+    def setup(self):
+        """Declare the projections and the norms of queries and keys."""
+        c = self.config
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        if c.fused:
+            self.qkv_proj = self.project(queries + 2 * keys, c.qkv_bias)
+        else:
+            self.q_proj = self.project(queries, c.qkv_bias)
+            self.k_proj = self.project(keys, c.qkv_bias)
+            self.v_proj = self.project(keys, c.qkv_bias)
+        self.o_proj = self.project(c.hidden_size, c.output_bias)
+        if c.qk_norm:
+            self.q_norm = _norm(c)
+            self.k_norm = _norm(c)
+
+    def __call__(
+        self, x: jax.Array, layer_input: LayerInput, context: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Attend with states [P, S, D]; also returns keys and values to cache."""
+        query, key, value = self._heads(x, _rotation_of(layer_input, context))
+        softcap = self.config.attention_softcap
+        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.implementation)
+        return self.o_proj(mixed), new  # mixed [P, S, H·E]
+
+    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries [P, S, K, R, E], keys and values [P, S, K, E] of states [P, S, D]."""
+        c = self.config
+        if c.fused:
+            queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            query, key, value = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if c.qk_norm == "projection":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = query.reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
+        key, value = (part.reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim) for part in (key, value))
+        if c.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = (part[:, :, None] for part in rotation)
+        return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
+
+
+class GatedMLP(nn.Module):
+    """The MLP down(activation(gate x) · up x)."""
+
+    config: DecoderConfig
+    project: Callable[[int, bool], Projection]
+
+    def setup(self):
+        """Declare the projections."""
+        c = self.config
+        if c.fused:
+            self.gate_up_proj = self.project(2 * c.intermediate_size, c.mlp_bias)
+        else:
+            self.gate_proj = self.project(c.intermediate_size, c.mlp_bias)
+            self.up_proj = self.project(c.intermediate_size, c.mlp_bias)
+        self.down_proj = self.project(c.hidden_size, c.mlp_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map states [P, S, D] to [P, S, D]."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
+
+
+class MixtureMLP(nn.Module):
+    """A mixture of gated MLPs: each token's experts, weighted by the router."""
+
+    config: DecoderConfig
+    mixture: Mixture
+    dtype: jax.typing.DTypeLike
+
+    def setup(self):
+        """Declare the router and the experts' projections."""
+        m = self.mixture
+        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
+        self.gate_experts = Experts(m.experts, m.width, self.dtype)
+        self.up_experts = Experts(m.experts, m.width, self.dtype)
+        self.down_experts = Experts(m.experts, self.config.hidden_size, self.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map states [P, S, D] to [P, S, D]."""
+        states = x.reshape(-1, x.shape[-1])
+        weights, experts = self.router(states)
+        rows, order, sizes = sorted_by_expert(states, experts, self.mixture.experts)
+        inner = ACTIVATIONS[self.config.activation](self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
+        return combine_experts(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
+
+
 class LlamaBlock(nn.Module):
-    """One layer over prompts and completions at once (see ``attend_streams``)."""
+    """One layer: attention and MLP, each added to the states, with norms before, after, or on both sides of them."""
 
     config: DecoderConfig
     dtype: jax.typing.DTypeLike
@@ -272,95 +369,43 @@ class LlamaBlock(nn.Module):
     products: str = ""
 
     def setup(self):
-        """Declare the layer's weights."""
+        """Declare the layer's parts; their weights have the names of one flat layer."""
         c = self.config
 
-        def projection(features: int, use_bias: bool) -> Projection:
+        def project(features: int, use_bias: bool) -> Projection:
             return Projection(features, use_bias, self.dtype, self.lora, self.products)
 
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        if c.fused:
-            self.qkv_proj = projection(queries + 2 * keys, c.qkv_bias)
-        else:
-            self.q_proj = projection(queries, c.qkv_bias)
-            self.k_proj = projection(keys, c.qkv_bias)
-            self.v_proj = projection(keys, c.qkv_bias)
-        self.o_proj = projection(c.hidden_size, c.output_bias)
-        if c.mixture is not None:
-            self._setup_experts(c.mixture)
-        else:
-            if c.fused:
-                self.gate_up_proj = projection(2 * c.intermediate_size, c.mlp_bias)
-            else:
-                self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
-                self.up_proj = projection(c.intermediate_size, c.mlp_bias)
-            self.down_proj = projection(c.hidden_size, c.mlp_bias)
-        self.input_layernorm = _norm(c)
+        self.self_attn = Attention(c, project, self.attention)
+        self.mlp = GatedMLP(c, project) if c.mixture is None else MixtureMLP(c, c.mixture, self.dtype)
+        for part in (self.self_attn, self.mlp):
+            nn.share_scope(self, part)
+        if c.norms != "post":
+            self.input_layernorm = _norm(c)
         self.post_attention_layernorm = _norm(c)
-        if c.post_norms:
+        if c.norms == "both":
             self.pre_feedforward_layernorm = _norm(c)
+        if c.norms != "pre":
             self.post_feedforward_layernorm = _norm(c)
-        if c.qk_norm:
-            self.q_norm = _norm(c)
-            self.k_norm = _norm(c)
-
-    def _setup_experts(self, m: Mixture) -> None:
-        def experts(features: int) -> Experts:
-            return Experts(m.experts, features, self.dtype)
-
-        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
-        self.gate_experts, self.up_experts = experts(m.width), experts(m.width)
-        self.down_experts = experts(self.config.hidden_size)
 
     def __call__(
         self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
         x = x if self.spread is None else self.spread(x)
-        mixed, new_keys_values = self._attention(self.input_layernorm(x), layer_input, context)
-        if self.config.post_norms:
-            x = x + self.post_attention_layernorm(mixed)
-            x = x + self.post_feedforward_layernorm(self._mlp(self.pre_feedforward_layernorm(x)))
-        else:
-            x = x + mixed
-            x = x + self._mlp(self.post_attention_layernorm(x))
-        return add_deepstack(x, layer_input, context), new_keys_values
-
-    def _attention(
-        self, x: jax.Array, layer_input: LayerInput, context: Context
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Attend with normed states [P, S, D]; also returns keys and values to cache."""
-        query, key, value = self._heads(x, _rotation_of(layer_input, context))
-        softcap = self.config.attention_softcap
-        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.attention)  # [P, S, H·E]
-        return self.o_proj(mixed), new
-
-    def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""
-        c = self.config
-        if c.fused:
-            queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-            query, key, value = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
-        else:
-            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        query = query.reshape(*x.shape[:-1], c.num_kv_heads, -1, c.head_dim)
-        key, value = (part.reshape(*x.shape[:-1], c.num_kv_heads, c.head_dim) for part in (key, value))
-        if c.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = (part[:, :, None] for part in rotation)
-        return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
-
-    def _mlp(self, x: jax.Array) -> jax.Array:
-        """Apply the gated MLP, or each token's experts, to normed states [P, S, D]."""
-        activation = ACTIVATIONS[self.config.activation]
-        if self.config.mixture is not None:
-            states = x.reshape(-1, x.shape[-1])
-            weights, experts = self.router(states)
-            rows, order, sizes = sorted_by_expert(states, experts, self.config.mixture.experts)
-            inner = activation(self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
-            return combine_experts(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
-        gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(activation(gate) * up)
+        match self.config.norms:
+            case "pre":
+                mixed, new = self.self_attn(self.input_layernorm(x), layer_input, context)
+                x = x + mixed
+                x = x + self.mlp(self.post_attention_layernorm(x))
+            case "both":
+                mixed, new = self.self_attn(self.input_layernorm(x), layer_input, context)
+                x = x + self.post_attention_layernorm(mixed)
+                x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            case "post":
+                mixed, new = self.self_attn(x, layer_input, context)
+                x = x + self.post_attention_layernorm(mixed)
+                x = x + self.post_feedforward_layernorm(self.mlp(x))
+        return add_deepstack(x, layer_input, context), new
 
 
 def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:

@@ -1,4 +1,4 @@
-"""Variants of Llama's layers: SmolLM3, Phi-3, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
+"""Variants of Llama's layers: SmolLM3, Phi-3, OLMo 2, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
 
 import dataclasses
 import math
@@ -133,6 +133,32 @@ PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
 )
 
 
+# OLMo 2: Llama's layers with norms on the outputs of attention and MLP, and on whole queries and keys (OLMo team 2024,
+# arXiv:2501.00656).
+
+OLMO2 = "olmo2"
+
+
+def read_olmo2(config: hf_config.ConfigJson) -> DecoderConfig:
+    """Read an OLMo 2's ``config.json``; ValueErrors name the field."""
+    fields = {"rms_norm_eps": 1e-5, **hf_config.not_null(config)}
+    shared = read_shared(fields, OLMO2)
+    hf_config.refuse_changed(fields, {"mlp_bias": (False,)}, OLMO2)
+    bias = bool(fields.get("attention_bias", False))
+    return DecoderConfig(
+        **shared,
+        rope=read_rope(fields),
+        windows=same_window(fields, None),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="projection",
+        norms="post",
+    )
+
+
+OLMO2_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(OLMO2,), read=read_olmo2)
+
+
 # Qwen3-MoE: Qwen3's attention, and a mixture of experts for an MLP (Qwen team 2025, arXiv:2505.09388).
 #
 # The auxiliary load-balancing loss of pre-training (``router_aux_loss_coef``) is not used here. Only attention can have
@@ -176,7 +202,7 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
         windows=same_window(fields, fields["sliding_window"] if fields.get("use_sliding_window") else None),
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
         mixture=Mixture(
             experts,
             chosen,
@@ -243,7 +269,7 @@ def read_gemma3(config: hf_config.ConfigJson) -> DecoderConfig:
         GEMMA3,
         pattern=config.get("sliding_window_pattern") or 6,
         rope=far,
-        qk_norm=True,
+        qk_norm="head",
         logit_softcap=_gemma_cap(config, "final_logit_softcapping"),
     )
     return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
@@ -265,7 +291,7 @@ def _read_gemma(fields: hf_config.ConfigJson, model_type: str, *, pattern: int, 
         qkv_bias=bias,
         output_bias=bias,
         unit_offset=True,
-        post_norms=True,
+        norms="both",
         attention_scale=float(fields["query_pre_attn_scalar"]) ** -0.5,
         embedding_scale=shared["hidden_size"] ** 0.5,
     )

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from grpo_jax.core.masking import masked_whiten
-from grpo_jax.core.ppo import ppo_loss, value_loss
+from grpo_jax.core.ppo import explained_variance, ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages
 from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole.environment import play_greedily, play_steps, reset
@@ -128,10 +128,10 @@ def loss(params, steps, advantages, targets):
         new, old, advantages, everything, entropy=entropy, entropy_coef=0.01
     )
     values = critic.apply(params["value"], steps.observations)
-    error, of_value = value_loss(values, None, targets, everything, clip=None)
+    error, _ = value_loss(values, None, targets, everything, clip=None)
     return policy_loss + 0.5 * error, (
         seen.clip_high.value() + seen.clip_low.value(),
-        of_value.explained_variance(),
+        explained_variance(values, targets, everything),
     )
 
 

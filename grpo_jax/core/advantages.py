@@ -25,6 +25,7 @@ from grpo_jax.core.masking import (
     masked_whiten,
     safe_divide,
     select,
+    shifted,
 )
 
 
@@ -54,27 +55,18 @@ def _signal(rewards: jax.Array) -> jax.Array:
     return lowest < highest
 
 
-def _shifted(rewards: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each group's smallest present reward, `[P, 1]` or `[P, 1, N]`, and the differences from it.
-
-    Differences of close rewards are exact, so their mean loses no digits.
-    """
-    lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
-    return lowest, select(present, rewards - lowest)
-
-
 def group_mean(rewards: jax.Array, present: jax.Array) -> jax.Array:
     """Return the mean of each group's present rewards, `[P, 1, N]`; 0 if there are none."""
-    lowest, shifted = _shifted(rewards, present)
-    mean = masked_mean(shifted, present, axis=1, keepdims=True)
+    lowest, differences = shifted(rewards, present, axis=1)
+    mean = masked_mean(differences, present, axis=1, keepdims=True)
     return select(present.any(axis=1, keepdims=True), lowest) + mean
 
 
 def _centred(rewards: jax.Array) -> jax.Array:
     """Subtract the group's mean; 0 for missing rewards and groups without signal."""
     present = ~jnp.isnan(rewards) & _signal(rewards)
-    _, shifted = _shifted(rewards, present)
-    return select(present, shifted - masked_mean(shifted, present, axis=1, keepdims=True))
+    _, differences = shifted(rewards, present, axis=1)
+    return select(present, differences - masked_mean(differences, present, axis=1, keepdims=True))
 
 
 def _scaled(rewards: jax.Array, eps: float, axis: int | None) -> jax.Array:

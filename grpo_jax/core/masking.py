@@ -91,6 +91,15 @@ def binary_scale(x: jax.Array, mask: jax.Array, *, axis: Axis = None) -> jax.Arr
     return jax.lax.stop_gradient(jnp.ldexp(jnp.ones_like(largest), exponent))
 
 
+def shifted(x: jax.Array, mask: jax.Array, *, axis: Axis = None) -> tuple[jax.Array, jax.Array]:
+    """Return the smallest value under the mask, reduced axes kept, and the differences from it, 0 elsewhere.
+
+    Differences of close values are exact, so their mean loses no digits. The mean of 1000.1, 1000.2, ... would.
+    """
+    lowest = jax.lax.stop_gradient(jnp.min(x, axis=axis, keepdims=True, where=mask, initial=jnp.inf))
+    return lowest, select(mask, x - lowest)
+
+
 def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1) -> jax.Array:
     """Return the standard deviation of `x` where `mask` is True.
 
@@ -109,10 +118,9 @@ def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bo
     highest = jnp.max(x, axis=axis, keepdims=True, where=mask, initial=-jnp.inf)
     number = count(mask, axis=axis, keepdims=True, dtype=x.dtype)
     varies = (lowest != highest) & (number > ddof)  # true for NaN too: it must not silently become 0
-    # Subtract the smallest value first: the mean of 1000.1, 1000.2, ... would lose digits.
     scale = binary_scale(x, mask, axis=axis)
-    shifted = select(mask & varies, x / scale - jax.lax.stop_gradient(select(varies, lowest / scale)))
-    deviation = select(mask, shifted - masked_mean(shifted, mask, axis=axis, keepdims=True))
+    _, differences = shifted(x / scale, mask & varies, axis=axis)
+    deviation = select(mask, differences - masked_mean(differences, mask, axis=axis, keepdims=True))
     variance = jnp.sum(jnp.square(deviation), axis=axis, keepdims=True)
     variance = safe_divide(variance, jnp.maximum(number - ddof, 0))
     std = jnp.where(varies, scale * jnp.sqrt(jnp.where(varies, variance, 1)), 0)
@@ -125,5 +133,6 @@ def masked_whiten(x: jax.Array, mask: jax.Array, *, axis: Axis = None, eps: floa
     scale = binary_scale(x, mask, axis=axis)
     x, eps_scaled = x / scale, eps / scale
     std = masked_std(x, mask, axis=axis, keepdims=True)
-    centred = select(mask, x) - masked_mean(x, mask, axis=axis, keepdims=True)
+    _, differences = shifted(x, mask, axis=axis)
+    centred = differences - masked_mean(differences, mask, axis=axis, keepdims=True)
     return select(mask & (std != 0), safe_divide(centred, jnp.where(std != 0, std + eps_scaled, 0)))

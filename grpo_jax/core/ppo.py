@@ -1,4 +1,4 @@
-"""PPO's losses: the clipped policy loss with per-step advantages, and the clipped value loss."""
+"""PPO's losses: the clipped policy loss with per-step advantages, the clipped value loss, and its quality."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from grpo_jax.core.aggregation import Aggregation, Mean, Normaliser, as_normaliser, loss_normaliser
 from grpo_jax.core.losses import GRPOMetrics, grpo_loss
-from grpo_jax.core.masking import as_float, as_mask, count, safe_divide, select
+from grpo_jax.core.masking import as_float, as_mask, count, masked_std, safe_divide, select
 from grpo_jax.core.surrogates import Clip
 
 
@@ -19,21 +19,6 @@ class ValueMetrics(NamedTuple):
     clip_fraction: Mean  # share of steps whose clipped error is the larger one, which stops the gradient
     value: Mean  # the predictions
     target: Mean  # the returns
-    error: Mean  # return - prediction
-    squared_target: Mean
-    squared_error: Mean
-
-    def explained_variance(self) -> jax.Array:
-        """Return 1 - Var(return - prediction) / Var(return): 1 is perfect, 0 no better than a constant.
-
-        It is 0 if the returns vary only by rounding.
-        """
-        error, target = self.error.value(), self.target.value()
-        of_target = self.squared_target.value() - jnp.square(target)
-        of_error = self.squared_error.value() - jnp.square(error)
-        noise = 8 * jnp.finfo(of_target.dtype).eps * self.squared_target.value()
-        varies = ~(of_target <= noise)  # true for NaN too: it must not silently become 0
-        return jnp.where(varies, 1 - safe_divide(of_error, jnp.where(varies, of_target, 0)), 0)
 
 
 def ppo_loss(
@@ -155,13 +140,32 @@ def _value_metrics(total, clipped, values, returns, mask) -> ValueMetrics:
     def mean(x):
         return Mean(jnp.sum(x.astype(values.dtype)), steps)
 
-    error = returns - values
     return ValueMetrics(
         loss=Mean(total, steps),
         clip_fraction=mean(clipped),
         value=mean(values),
         target=mean(returns),
-        error=mean(error),
-        squared_target=mean(jnp.square(returns)),
-        squared_error=mean(jnp.square(error)),
     )
+
+
+def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> jax.Array:
+    """Compute the share of the returns' variance that the value function predicts.
+
+        1 - Var(R - V) / Var(R)
+
+    It is 1 for perfect values and 0 for a constant; equal returns give 0.
+
+    Args:
+        values: `[..]`, floating: the predictions.
+        returns: the same shape.
+        mask: bool of the same shape.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    values = as_float("values", values)
+    mask = as_mask("mask", mask, values.shape)
+    returns = as_float("returns", returns, shape=values.shape).astype(values.dtype)
+    deviation = masked_std(returns, mask)
+    ratio = safe_divide(masked_std(select(mask, returns) - select(mask, values), mask), deviation)
+    return jnp.where(deviation == 0, 0, 1 - jnp.square(ratio))

@@ -19,8 +19,8 @@ from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.kl import kl_divergence
-from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
-from grpo_jax.core.ppo import value_loss
+from grpo_jax.core.masking import count, masked_mean, masked_whiten, safe_divide, select
+from grpo_jax.core.ppo import explained_variance, value_loss
 from grpo_jax.core.returns import gae_advantages, kl_penalised_rewards
 from grpo_jax.core.selection import off_policy_mask
 from grpo_jax.core.trie import Trie, walk
@@ -182,7 +182,7 @@ class Estimates(NamedTuple):
     completion_kl: jax.Array  # KL from the reference: k1 estimates summed over each completion; mean over rows
     value: jax.Array  # mean over tokens
     returns: jax.Array  # mean of the values' targets
-    explained_variance: jax.Array  # 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse
+    explained_variance: jax.Array  # 1 is perfect, 0 a constant, less is worse
 
 
 def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Batch, Estimates]]:
@@ -204,15 +204,13 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         advantages = gae_advantages(rewards, following, gamma=section.gamma, gae_lambda=section.gae_lambda, mask=mask)
         returns = advantages + values
         divergence = select(mask, kl_divergence(old, reference, estimator="k1"))
-        unexplained, variance = (jnp.square(masked_std(x, mask)) for x in (advantages, returns))
-        explained = jnp.where(variance > 0, 1 - safe_divide(unexplained, variance), 0)
         advantages = masked_whiten(advantages, mask)
         estimates = Estimates(
             advantages=masked_mean(advantages, mask, axis=-1),
             completion_kl=safe_divide(jnp.sum(divergence), count(mask.any(axis=-1))),
             value=masked_mean(values, mask),
             returns=masked_mean(returns, mask),
-            explained_variance=explained,
+            explained_variance=explained_variance(values, returns, mask),
         )
         return batch._replace(advantages=advantages, scores=None, old_values=values, returns=returns), estimates
 

@@ -19,6 +19,7 @@ from grpo_jax.core.advantages import (
     raft_advantages,
     sum_rewards,
 )
+from grpo_jax.core.returns import normalised_returns
 
 gdpo_advantages, group_advantages = map(compiled, (gdpo_advantages, group_advantages))
 pytestmark = pytest.mark.usefixtures("strict")
@@ -149,6 +150,21 @@ def test_equal_rewards_give_exactly_zero():
             np.testing.assert_array_equal(batch_whitened_advantages(rewards, centre=centre, eps=eps), 0)
     np.testing.assert_array_equal(leave_one_out_advantages(rewards), 0)
     np.testing.assert_array_equal(raft_advantages(rewards), 0)
+
+
+def test_close_large_rewards_lose_no_digits():
+    """Steps of 2^-13 above 1000, which float32 holds exactly: a mean of the plain values would be off by a step."""
+    steps = np.random.default_rng(0).integers(0, 9, (8, 6))
+    rewards = np.float32(1000 + steps / 2**13)
+    white = (steps - steps.mean()) / steps.std(ddof=1)
+    returns = normalised_returns(rewards, mask=np.ones(steps.shape, bool), eps=0.0)
+    for got in (batch_whitened_advantages(rewards, eps=0.0), returns):
+        np.testing.assert_allclose(got, white, atol=1e-6)
+    for how in ("group", "batch", "none"):
+        expected = loop_group(np.float64(steps) / 2**13, how, 0.0)
+        np.testing.assert_allclose(group_advantages(rewards, scale=how, eps=0.0), expected, atol=1e-6)
+    expected = loop_gdpo(steps[..., None], (1.0,), 0.0, "sequence", np.ones((8, 6, 1), bool))
+    np.testing.assert_allclose(gdpo_advantages(rewards[..., None], eps=0.0), expected, atol=1e-5)
 
 
 def test_objectives_that_cancel_give_zero_not_noise():

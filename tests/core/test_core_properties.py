@@ -128,13 +128,15 @@ TABLE = {
     "kl_penalised_rewards": lambda p: returns.kl_penalised_rewards(
         p["scores"], p["logprobs"], p["ref"], p["mask"], kl_coef=0.3
     ),
+    "explained_variance": lambda p: ppo.explained_variance(p["old_values"], p["returns"], p["mask"]),
     "overlong_penalty": lambda p: returns.overlong_penalty(p["lengths"], limit=30, buffer=16),
     **{f"kl_divergence {e}": lambda p, e=e: kl.kl_divergence(p["logprobs"], p["ref"], estimator=e)
        for e in kl.ESTIMATORS},
     **LOSSES,
 }  # fmt: skip
 # Statistics of the whole batch: taking a prompt out changes what the others get.
-COUPLED = ("batch", "high_entropy", "gdpo_advantages sequence", "gdpo_advantages token", "group_advantages batch")
+COUPLED = ("batch", "high_entropy", "explained", "gdpo_advantages sequence", "gdpo_advantages token")
+COUPLED += ("group_advantages batch",)
 APART = [name for name in TABLE if not name.startswith(COUPLED) and name not in LOSSES]
 
 

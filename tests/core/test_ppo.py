@@ -9,7 +9,7 @@ from core.test_core_properties import batch as everything
 from support.compiled import compiled
 
 from grpo_jax.core.losses import Clip, grpo_loss
-from grpo_jax.core.ppo import ppo_loss, value_loss
+from grpo_jax.core.ppo import explained_variance, ppo_loss, value_loss
 
 grpo_loss, ppo_loss, value_loss = map(compiled, (grpo_loss, ppo_loss, value_loss))
 pytestmark = pytest.mark.usefixtures("strict")
@@ -84,9 +84,11 @@ def test_explained_variance_of_constant_of_perfect_and_of_undefined():
     targets = np.arange(6, dtype=np.float32).reshape(2, 3)
 
     def explained(values, returns):
-        return value_loss(values, None, returns, mask, clip=None)[1].explained_variance()
+        return explained_variance(values, returns, mask)
 
     np.testing.assert_allclose(explained(targets, targets), 1, rtol=1e-6)
     np.testing.assert_allclose(explained(np.full_like(targets, 2.5), targets), 0, atol=1e-6)
     assert explained(targets, np.full_like(targets, 1000.1)) == 0
+    close = np.float32(1000) + targets / 2**13  # exact in float32
+    np.testing.assert_allclose(explained(close + np.float32(2**-13) * (targets % 2), close), 1 - 0.3 / 3.5, rtol=1e-6)
     assert np.isnan(explained(targets, np.full_like(targets, np.nan)))

@@ -13,7 +13,7 @@ from grpo_jax.core.advantages import gdpo_advantages, groups_without_signal, sum
 from grpo_jax.core.aggregation import Mean, loss_normaliser
 from grpo_jax.core.losses import GRPOMetrics, KLPenalty, grpo_loss
 from grpo_jax.core.masking import masked_whiten
-from grpo_jax.core.ppo import value_loss
+from grpo_jax.core.ppo import explained_variance, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
 from grpo_jax.core.surrogates import Clip
 from grpo_jax.models.layers import make_mlp
@@ -227,7 +227,7 @@ def step_updates(
         values = apply(params["value"], part.observations)
         value, of_value = value_loss(values, None, part.returns, mask, clip=None)
         metrics = metrics._asdict() | {"value_loss": of_value.loss}
-        return policy + VALUE_COEF * value, (metrics, of_value.explained_variance())
+        return policy + VALUE_COEF * value, (metrics, explained_variance(values, part.returns, mask))
 
     gradient = jax.value_and_grad(loss, has_aux=True)
 

@@ -95,22 +95,22 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
 
     optimizer = optax.adamw(schedule, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
     if section.name == "muon":
-        optimizer = optax.contrib.muon(
+        muon = optax.contrib.muon(
             schedule,
             weight_decay=section.weight_decay,
-            adam_b2=section.beta2,
-            muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType] takes any tree
+            muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
             consistent_rms=0.2,
         )
+        # Not by optax.contrib.muon, whose AdamW has Nesterov momentum.
+        optimizer = optax.partition({"muon": muon, "adamw": optimizer}, _optimizer_names)
     if section.max_grad_norm == 0:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), optimizer)
 
 
-def _matrices(weights: Variables) -> PyTree:
-    """Return Muon's axes of the decayed weights, [.., in, out]; None for the others."""
-    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-    return jax.tree.map(lambda decays: axes if decays else None, decayed(weights))
+def _optimizer_names(weights: Variables) -> PyTree:
+    """Return "muon" for the decayed weights, [.., in, out], and "adamw" for the others."""
+    return jax.tree.map(lambda decays: "muon" if decays else "adamw", decayed(weights))
 
 
 def policy_collection(variables: Variables) -> str:

@@ -76,7 +76,7 @@ def orthogonal(momentum):
     return x.T if momentum.shape[0] > momentum.shape[1] else x
 
 
-def test_muon_moves_each_layers_matrix_by_itself_and_the_rest_by_adam():
+def test_muon_moves_each_layers_matrix_by_itself_and_the_rest_by_adamw():
     """The second step with weight decay, against a loop; RMS .2 as AdamW's."""
     random = np.random.default_rng(0)
     weights = {"params": {"layers": {"up": {"kernel": random.normal(size=(2, 3, 5))}}, "norm": {"scale": np.ones(4)}}}
@@ -94,7 +94,7 @@ def test_muon_moves_each_layers_matrix_by_itself_and_the_rest_by_adam():
         kernel = np.asarray(weights["params"]["layers"]["up"]["kernel"][layer])
         step = -RATE * (0.2 * np.sqrt(5) * orthogonal(momentum[layer]) + DECAY * kernel)
         np.testing.assert_allclose(moved["params"]["layers"]["up"]["kernel"][layer], step, rtol=1e-4, atol=1e-5)
-    adam = optax.nadamw(RATE, b2=section.beta2, weight_decay=0.0)
+    adam = optax.adamw(RATE, b2=section.beta2, weight_decay=0.0)
     scales = [g["params"]["norm"]["scale"] for g in gradients]
     _, state = adam.update(scales[0], adam.init(scales[0]), scales[0])
     np.testing.assert_allclose(moved["params"]["norm"]["scale"], adam.update(scales[1], state, scales[1])[0], rtol=1e-5)

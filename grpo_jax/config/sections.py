@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_jax.config.fields import (
@@ -235,6 +236,29 @@ class SamplingSection(Section):
         return self.written_tokens + (self.turns - 1) * self.max_observation_tokens
 
 
+Bound = Annotated[float, Gt(1)]
+
+
+class SurrogateSection(Section):
+    """Parameters of the preset's policy loss; null for the preset's (docs/algorithms.md)."""
+
+    dual: Bound | None = None
+    """Largest ratio of a token with a negative advantage (grpo, dr_grpo, dapo, bnpo, gspo)."""
+    cap: Bound | None = None
+    """Largest weight of a token (cispo, dppo_tv)."""
+    positive: Positive | None = None
+    """Temperature of tokens with a positive advantage (sapo)."""
+    negative: Positive | None = None
+    """Temperature of the other tokens (sapo)."""
+    epsilon: Positive | None = None
+    """Change of a token's probability beyond which it is pulled back (drpo)."""
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """Return the parameters that are not the preset's."""
+        return self.model_dump(exclude_none=True)
+
+
 class AlgorithmSection(Section):
     """Advantages and loss."""
 
@@ -257,6 +281,7 @@ class AlgorithmSection(Section):
     """Lower clip bound; null for the preset's."""
     clip_high: Positive | None = None
     """Upper clip bound; null for the preset's."""
+    surrogate: SurrogateSection = Field(default_factory=SurrogateSection)
     kl_coef: Coefficient = 0.0
     """Weight of the loss's KL (k3) to the reference. With 0 here and in ppo the reference is never computed."""
     kl_corrected: bool = False
@@ -313,9 +338,18 @@ class AlgorithmSection(Section):
         self.require(grouped, "zero_variance_groups", f"'keep' with {chosen}, which compares no groups")
         binary = self.overlong_buffer == 0 or self.advantage != "maxrl"
         self.require(binary, "overlong_buffer", "0 with advantage 'maxrl', which takes rewards of 0 and 1")
+        self._check_surrogate()
         for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo", "drpo") else ():
             unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
             self.require(getattr(self, name) is None, name, unbounded)
+
+    def _check_surrogate(self) -> None:
+        if changes := self.surrogate.changes:
+            from grpo_jax.core.losses import PRESETS  # imports JAX
+
+            names = {field.name for field in dataclasses.fields(PRESETS[self.preset]["surrogate"])}
+            expected = f"{' and '.join(sorted(names - {'low', 'high'}))} with preset {self.preset!r}"
+            require(changes.keys() <= names, "surrogate", expected, sorted(changes))
 
     @property
     def learns_values(self) -> bool:

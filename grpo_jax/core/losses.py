@@ -71,9 +71,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
-    # DPPO, https://arxiv.org/abs/2602.04879. The Binary-TV mask with the bound of verl's recipe. Sum over tokens /
+    # DPPO, https://arxiv.org/abs/2602.04879. The Binary-TV mask with the bounds of verl's recipe. Sum over tokens /
     # tokens of the whole update.
-    "dppo_tv": {"surrogate": DivergenceMask(0.15, 0.15), "ratio": "token", "aggregation": "token"},
+    "dppo_tv": {"surrogate": DivergenceMask(0.15, 0.15, 20.0), "ratio": "token", "aggregation": "token"},
     # DRPO, https://arxiv.org/abs/2606.09821, section 4. Sum over tokens / tokens of the whole update.
     "drpo": {"surrogate": DivergencePenalty(12.5), "ratio": "token", "aggregation": "token"},
 }

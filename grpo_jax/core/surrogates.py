@@ -20,13 +20,17 @@ class Clip:
     Attributes:
         low: clipping range of the ratio below 1.
         high: clipping range above 1 (DAPO's "clip higher" if larger than `low`).
-        dual: upper bound of the ratio for negative advantages (https://arxiv.org/abs/1912.09729). TRL's `delta`
-            bounds both signs; above 1 + high, its normal range, both agree.
+        dual: upper bound of the ratio for negative advantages, more than 1 (https://arxiv.org/abs/1912.09729). TRL's
+            `delta` bounds both signs; above 1 + high, its normal range, both agree.
     """
 
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"dual is the largest ratio itself and must be more than 1, got {self.dual}")
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """Return the objective per token."""
@@ -65,8 +69,7 @@ class CappedWeight:
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """Return the objective per token."""
-        weight = jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), self.cap)
-        return weight * advantages * logprobs
+        return _capped(log_ratio, self.cap) * advantages * logprobs
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return no tokens for the lower bound, and the tokens whose weight is capped."""
@@ -102,19 +105,20 @@ class SoftGate:
 class DivergenceMask:
     """Surrogate: DPPO's mask on the change of probability, its Binary-TV (https://arxiv.org/abs/2602.04879).
 
-        ρ A, but 0 if A > 0 and π - π_old > high, or A < 0 and π - π_old < -low
+        stop_gradient(min(ρ, cap)) · A · log π, but 0 if A > 0 and π - π_old > high, or A < 0 and π - π_old < -low
 
     Ratio clipping hits rare tokens first, whose probability hardly changes. This mask bounds the largest changes of
-    probability. Token ratios only.
+    probability. Below it a rare token's ratio may be very large, so the weight has a cap. Token ratios only.
     """
 
     low: float = 0.15  # largest decrease of a probability
     high: float = 0.15  # largest increase
+    cap: float = 20.0  # largest weight, as in verl
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """Return the objective per token."""
         low, high = self.clipped(log_ratio, logprobs, advantages)
-        return jnp.where(low | high, 0, _bounded_ratio(log_ratio) * advantages)
+        return jnp.where(low | high, 0, _capped(log_ratio, self.cap) * advantages * logprobs)
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the tokens masked for a decrease of probability, and those masked for an increase."""
@@ -128,7 +132,8 @@ class DivergencePenalty:
 
         ρ A - |A| · π_old · (ρ - 1)² / (2 ε)
 
-    Its slope is 0 at π - π_old = ±ε, with the sign of A, and reverses beyond it. Token ratios only.
+    Its slope is 0 at π - π_old = ±ε, with the sign of A, and reverses beyond it. |π - π_old| is at most 1, so the
+    paper's default only makes gradients up to 8 % smaller or larger. Token ratios only.
     """
 
     epsilon: float = 12.5  # the paper's default
@@ -141,6 +146,11 @@ class DivergencePenalty:
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return no tokens: the penalty is smooth."""
         return _nowhere(log_ratio, advantages)
+
+
+def _capped(log_ratio: jax.Array, cap: float) -> jax.Array:
+    """Return min(ρ, cap), a constant to gradients."""
+    return jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), cap)
 
 
 def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:

@@ -94,11 +94,9 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     options = dict(losses.PRESETS[section.preset])
     if isinstance(options["aggregation"], FixedLength):
         options["aggregation"] = FixedLength(max_new_tokens)
-    surrogate = options["surrogate"]
     bounds = {"low": section.clip_low, "high": section.clip_high}
-    changed = {name: value for name, value in bounds.items() if value is not None}
-    if changed:
-        options["surrogate"] = dataclasses.replace(surrogate, **changed)
+    changed = {name: value for name, value in bounds.items() if value is not None} | section.surrogate.changes
+    options["surrogate"] = dataclasses.replace(options["surrogate"], **changed)
     if section.kl_coef > 0:
         options["kl"] = losses.KLPenalty(section.kl_coef, corrected=section.kl_corrected)
     options["entropy_coef"] = section.entropy_coef

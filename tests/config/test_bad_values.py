@@ -107,6 +107,9 @@ train | train: expected an option, such as --config FILE
 --algorithm.importance_cap=.5 | algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5
 --algorithm.teacher=folder | algorithm.teacher: expected none with advantage 'gdpo' and kl_coef 0, which do not read it
 --algorithm.advantage=opd --algorithm.teacher=a --algorithm.update_ref_every=1 | algorithm.update_ref_every: expected 0
+--algorithm.surrogate.dual=.5 | algorithm.surrogate.dual: expected a number > 1, got '.5'
+--algorithm.surrogate.delta=5 | algorithm.surrogate.delta: no such field; here it is algorithm.surrogate.dual
+--algorithm.preset=cispo --algorithm.surrogate.dual=3 | algorithm.surrogate: expected cap with preset 'cispo', got ['dua
 --algorithm.preset=drpo --algorithm.clip_high=.1 | algorithm.clip_high: expected null with preset 'drpo'
 --algorithm.advantage=maxrl --algorithm.overlong_buffer=2 | algorithm.overlong_buffer: expected 0 with advantage 'maxrl'
 --algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128

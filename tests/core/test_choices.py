@@ -62,16 +62,19 @@ def test_maxrl_is_the_loop(x64):
 
 
 def test_bounds_in_probability_have_the_gradients_of_verl_and_unirl(x64):
-    """With respect to log π: A ρ where DPPO's mask is 1, and A ρ - |A| π_old ρ (ρ - 1) / ε of DRPO."""
+    """With respect to log π: A min(ρ, cap) where DPPO's mask is 1, and A ρ - |A| π_old ρ (ρ - 1) / ε of DRPO."""
     parts = policy_batch(3, spread=1.0)
     logprobs, old, advantages = parts["logprobs"], parts["old"], parts["advantages"][:, None]
     ratio, change = np.exp(logprobs - old), np.exp(logprobs) - np.exp(old)
     kept = np.where(advantages > 0, change <= 0.15, change >= -0.15)
+    masked = kept * advantages * np.minimum(ratio, 1.5)
     pull = advantages * ratio - abs(advantages) * np.exp(old) * ratio * (ratio - 1) / 0.3
-    for surrogate, expected in ((DivergenceMask(), kept * advantages * ratio), (DivergencePenalty(0.3), pull)):
+    for surrogate, expected in ((DivergenceMask(cap=1.5), masked), (DivergencePenalty(0.3), pull)):
         slope = jax.grad(lambda x, s=surrogate: s.objective(x - old, x, advantages).sum())(jnp.asarray(logprobs))
         np.testing.assert_allclose(slope, expected, atol=1e-12)
-    assert 0.1 < kept.mean() < 0.95
+    assert 0.1 < kept.mean() < 0.95 and (ratio > 1.5).mean() > 0.1
+    rare = jax.grad(lambda x: PRESETS["dppo_tv"]["surrogate"].objective(x - jnp.log(1e-6), x, 1.0))
+    np.testing.assert_allclose(rare(jnp.log(0.1)), 20)  # not .1 / 1e-6
 
 
 def test_distillation_descends_the_divergence_from_the_teacher(x64):

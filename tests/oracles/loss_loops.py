@@ -15,7 +15,7 @@ SURROGATES = {
     "dual clip": Clip(0.2, 0.2, dual=1.5),
     "capped": CappedWeight(1.3),
     "gate": SoftGate(1.0, 1.4),
-    "divergence mask": DivergenceMask(0.02, 0.05),
+    "divergence mask": DivergenceMask(0.02, 0.05, cap=1.3),
     "divergence penalty": DivergencePenalty(0.1),
 }
 AGGREGATIONS = {"sequence": "sequence", "token": "token", "fixed": FixedLength(7)}
@@ -93,7 +93,7 @@ def loop_objective(surrogate, log_ratio, logprob, advantage):
     if isinstance(surrogate, DivergenceMask):
         change = np.exp(logprob) - old
         leaves = (advantage > 0 and change > surrogate.high) or (advantage < 0 and change < -surrogate.low)
-        return 0.0 if leaves else ratio * advantage
+        return 0.0 if leaves else min(ratio, surrogate.cap) * advantage * logprob
     if isinstance(surrogate, DivergencePenalty):
         return ratio * advantage - abs(advantage) * old * (ratio - 1) ** 2 / (2 * surrogate.epsilon)
     temperature = surrogate.positive if advantage > 0 else surrogate.negative

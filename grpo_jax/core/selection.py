@@ -17,9 +17,9 @@ def off_policy_mask(
 
         a row is masked if A < 0 and mean_t(log π_sampler - log π) > threshold
 
-    Bad samples that the policy has become unlikely to draw only add noise; good samples stay. From DeepSeek-V3.2
-    (https://arxiv.org/abs/2512.02556, section 3.1), as TRL's `off_policy_mask_threshold`. Pass it to `grpo_loss` as
-    `token_weights`.
+    Bad samples that the policy has become unlikely to draw only add noise; good samples stay. A token whose difference
+    is NaN adds 0 to the mean. From DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556, section 3.1), as TRL's
+    `off_policy_mask_threshold`. Pass it to `grpo_loss` as `token_weights`.
 
     Args:
         logprobs: `[.., T]`, floating, of the current policy.
@@ -40,7 +40,8 @@ def off_policy_mask(
     advantages = as_float("advantages", advantages)
     check_shape("advantages", advantages, logprobs.shape[:-1], logprobs.shape)
     advantages = advantages if advantages.shape == logprobs.shape else advantages[..., None]
-    moved = masked_mean(select(mask, sampler) - select(mask, logprobs), mask, axis=-1, keepdims=True)
+    difference = select(mask, sampler) - select(mask, logprobs)
+    moved = masked_mean(select(~jnp.isnan(difference), difference), mask, axis=-1, keepdims=True)
     return ~((advantages < 0) & (moved > threshold))
 
 

@@ -58,8 +58,9 @@ def importance_case(mode, cap):
 
 
 def off_policy(seed, dtype):
-    """Of three thresholds, each leaving other rows out."""
-    parts = policy_batch(seed, dtype, rows=40)
+    """Of three thresholds, each leaving other rows out; a third of the rows has a token without a score."""
+    parts = policy_batch(seed, dtype, rows=200)
+    parts["sampler"][::3, 0] = np.nan
     names = ("logprobs", "sampler", "advantages", "mask")
     ours = [off_policy_mask(*(parts[n] for n in names), threshold=t)[:, 0] for t in (0.05, 0.1, 0.3)]
     drawn, now, advantages = (tensor(parts[name]) for name in ("sampler", "logprobs", "advantages"))

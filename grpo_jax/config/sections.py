@@ -284,8 +284,8 @@ class AlgorithmSection(Section):
     surrogate: SurrogateSection = Field(default_factory=SurrogateSection)
     kl_coef: Coefficient = 0.0
     """Weight of the loss's KL (k3) to the reference. With 0 here and in ppo the reference is never computed."""
-    kl_corrected: bool = False
-    """Weight the KL term by the policy ratio, which makes its gradient unbiased."""
+    kl_corrected: bool = True
+    """Weight the KL term by the policy ratio, which makes its gradient unbiased, as TRL's use_bias_correction_kl."""
     entropy_coef: Coefficient = 0.0
     """Weight of the entropy bonus; with entropy_target its initial value."""
     entropy_target: NonNegative | None = None
@@ -367,8 +367,8 @@ class PPOSection(Section):
 
     gamma: Share = 1.0
     """Discount of later rewards."""
-    gae_lambda: Share = 0.95
-    """GAE's lambda: 0 is the one-step advantage, 1 the full return."""
+    gae_lambda: Share = 1.0
+    """GAE's lambda: 0 is the one-step advantage, 1 the full return. With .95 a score weighs .001 after 128 tokens."""
     value_coef: Coefficient = 0.5
     """Weight of the value loss."""
     kl_coef: Coefficient = 0.0

@@ -1,5 +1,7 @@
 """Losses, gradients and advantages against TRL's own code, in float64."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,14 @@ from oracles.oracle_trl import tensor, trainer, trl_loss, trl_scored
 from oracles.oracle_trl_cases import BONUS, CASES, TRL_PRESETS, our_loss, per_token_advantages
 from oracles.oracle_trl_selection import CASES as SELECTION
 from oracles.oracle_trl_selection import sampler_options
+from trl import GRPOConfig
 
+from grpo_jax.config.sections import AlgorithmSection, OptimizerSection
 from grpo_jax.core.advantages import group_advantages, sum_rewards
 from grpo_jax.core.losses import PRESETS, KLPenalty
 from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.surrogates import Clip
+from grpo_jax.training.objectives import loss_options
 
 TOLERANCE = 1e-6
 
@@ -45,6 +50,15 @@ def test_a_row_without_tokens_counts_in_trl(preset, x64):
     ours, theirs = both(preset, parts)
     assert abs(ours[0] * 5 / 6 - theirs[0]) < 1e-12
     np.testing.assert_allclose(ours[1] * 5 / 6, theirs[1], atol=1e-12)
+
+
+def test_defaults_that_are_trls_and_those_that_the_page_names():
+    theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    algorithm, optimizer = AlgorithmSection(), OptimizerSection()
+    assert theirs["use_bias_correction_kl"] is algorithm.kl_corrected is True
+    assert loss_options(AlgorithmSection(kl_coef=0.1), max_new_tokens=4)["kl"] == KLPenalty(0.1, corrected=True)
+    assert (theirs["lr_scheduler_type"], theirs["adam_beta2"], theirs["loss_type"]) == ("linear", 0.999, "dapo")
+    assert (optimizer.schedule, optimizer.beta2, algorithm.preset) == ("constant", 0.99, "grpo")
 
 
 def test_a_missing_reward_is_0_in_trl():

@@ -155,8 +155,8 @@ No estimator solves these problems:
 ![Pixel accuracy by the scale of alignment](images/several_rewards.png)
 
 The default run got a noisy second reward, with alignment scaled by 1, .1 and .01, on three seeds. GDPO's pixel accuracy is
-.85, .87 and .84, GRPO's .17, .19 and .13, RAFT's .05, .04 and .05. GRPO with the best of five weights reaches .89, because
-that weight ignores the noise ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
+.85, .87 and .84, GRPO's .17, .19 and .13, RAFT's .05, .04 and .05, all with equal weights. A searched weight ties: GRPO
+with the best of five reaches .89, because that weight ignores the noise ([figures](../benchmarks/RESULTS.md#gdpo-and-grpo-beside-a-noisy-reward)).
 
 SmolLM2-135M learns a tool call although short answers, which exclude it, are also rewarded. Conditioned, or by GRPO, it needs
 2 to 3 iterations, by GDPO 4 to 5 ([figures](../benchmarks/RESULTS.md#an-easy-reward-that-excludes-a-hard-one)).

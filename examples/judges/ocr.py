@@ -1,9 +1,9 @@
-"""Text in pictures, read by RapidOCR (PaddleOCR's PP-OCRv4 as ONNX files).
+"""Text in pictures, read by RapidOCR (PaddleOCR's PP-OCRv6 as ONNX files).
 
-    pip install "rapidocr-onnxruntime>=1.4"
+    pip install "rapidocr>=3.10" onnxruntime
     python -m grpo_jax.train --judges.text examples/judges/ocr.py:Ocr --rewards '["alignment", "text"]'
 
-The package contains the weights, and installs on Python below 3.13.
+The package contains the weights.
 """
 
 import re
@@ -22,16 +22,17 @@ class Ocr(Judge):
 
     def load(self, device: str = "cpu") -> "TextReader":
         """Load the models on the CPU."""
-        from rapidocr_onnxruntime import RapidOCR
+        from rapidocr import RapidOCR
 
-        return TextReader(RapidOCR(intra_op_num_threads=self.threads))
+        threads = {"EngineConfig.onnxruntime.intra_op_num_threads": self.threads}
+        return TextReader(RapidOCR(params={**threads, "Global.log_level": "error"}))  # it warns of empty pictures
 
 
 class TextReader:
     """Loaded models, and the reward for the quoted text."""
 
     def __str__(self) -> str:
-        return "PP-OCRv4 of RapidOCR, on cpu"
+        return "PP-OCRv6 of RapidOCR, on cpu"
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -39,8 +40,8 @@ class TextReader:
     def read(self, images: Any) -> list[str]:
         """Return the text in pictures [B, 3, H, W] in [0, 1], its lines joined from top to bottom."""
         pixels = (images.detach().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        found = [self._engine(picture[:, :, ::-1])[0] for picture in pixels]  # it takes blue first
-        return [" ".join(text for _, text, _ in lines or ()) for lines in found]
+        found = [self._engine(picture[:, :, ::-1]) for picture in pixels]  # it takes blue first
+        return [" ".join(result.txts or ()) for result in found]
 
     def __call__(self, prompts: list, completions: list, *, images: Any, **columns: Any) -> list[float | None]:
         """Return the share of the quoted text in the picture, in [0, 1], as in Flow-GRPO (arXiv:2505.05470).

@@ -10,6 +10,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("open_clip")
 
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 from support import tiny_models
 from support.imports import ROOT
@@ -137,8 +138,13 @@ def test_an_aesthetic_head_reads_the_features_of_pictures(tmp_path):
 
 
 def test_ocr_rewards_the_quoted_text():
-    pytest.importorskip("rapidocr_onnxruntime")
-    assert example("ocr.py:Ocr")(["a fox", 'a sign "hello"'], [""] * 2, images=torch.ones(2, 3, 64, 64)) == [None, 0]
+    pytest.importorskip("rapidocr")
+    sign = Image.new("RGB", (240, 80), "white")
+    ImageDraw.Draw(sign).text((20, 15), "Hello", fill="black", font=ImageFont.load_default(40))
+    written = torch.from_numpy(np.array(sign)).permute(2, 0, 1) / 255
+    images = torch.stack([written, torch.ones_like(written), written, written])
+    prompts = ["a fox", 'a sign "hello"', 'a sign "hello"', 'a sign "jelly"']
+    assert example("ocr.py:Ocr")(prompts, [""] * 4, images=images) == [None, 0, 1, pytest.approx(0.6)]
 
 
 def test_open_nsfw_rewards_what_is_fit_to_be_shown():

@@ -124,7 +124,7 @@ def flash(rows: int, length: int, heads: int, shared: int, size: int) -> Figures
         return jnp.einsum("bkrst,btke->bskre", chosen, value)
 
     def total(attend: Any) -> Any:
-        def run(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        def run(query: jax.Array, key: jax.Array, value: jax.Array, weights: jax.Array) -> Any:
             mixed = attend(query, key, value).astype(jnp.float32) * mask[:, :, None, None, None]
             return (mixed * weights).sum(), mixed
 
@@ -132,10 +132,10 @@ def flash(rows: int, length: int, heads: int, shared: int, size: int) -> Figures
 
     kernel = total(lambda *given: causal_rows(*given, mask, "cuda"))
     with interpreted():
-        (_, mixed), slopes = kernel(query, key, value)
-        taken = timing.seconds(kernel, query, key, value)
+        (_, mixed), slopes = kernel(query, key, value, weights)
+        taken = timing.seconds(kernel, query, key, value, weights)
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in (query, key, value)]
-        (_, expected), wanted = total(products)(*wide)
+        (_, expected), wanted = total(products)(*wide, weights)
     apart = [far(mixed, expected), *(far(a, b) for a, b in zip(slopes, wanted, strict=True))]
     return compared(np.max(apart), ROUNDED, forward=apart[0], both_ways_us=1e6 * taken)

@@ -156,14 +156,15 @@ def environment(threads: int) -> dict[str, str]:
     }
 
 
-def run_worker(library: str, given: work.Assignment, python: str) -> dict:
+def run_worker(library: str, given: work.Assignment, python: str, env: dict[str, str] | None = None) -> dict:
     """Run one process of one library; return its report, or {"error": the end of its output}."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: given.threads])
     script = BENCHMARKS / f"iteration_{library.partition('_')[0]}.py"
     command = ["taskset", "-c", cores, python, str(script), *work.command_line(given)]
-    env = environment(given.threads)
-    if not library.startswith("ours"):
-        env.pop("PYTHONPATH")
+    if env is None:
+        env = environment(given.threads)
+        if not library.startswith("ours"):
+            env.pop("PYTHONPATH")
     start = time.perf_counter()
     done = subprocess.run(command, env=env, cwd=given.out.parent, capture_output=True, text=True)
     if done.returncode or not given.out.exists():

@@ -1,4 +1,8 @@
-"""GRPO iterations in grpo_jax, composed as in `training.update.make_update`; a worker of grpo_iteration.py."""
+"""GRPO iterations in grpo_jax, composed as in `training.update.make_update`; a worker of grpo_iteration.py.
+
+Words of a variant: "layer" (`policy.remat`), "bfloat16" (`policy.matmul_precision`), "mixed" (`policy.compute_dtype`
+bfloat16 over float32 weights).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,12 @@ ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 def make_phases(case: work.Case, loaded, variant: str):
     """The compiled parts of an iteration, and the state it starts from."""
     section, training = OptimizerSection(learning_rate=case.learning_rate), TrainingSection(prompts_per_batch=1)
-    precision, remat = ("bfloat16", "") if variant == "bfloat16" else (None, variant)
-    policy = Policy(loaded.config, remat=remat or PolicySection().remat, matmul_precision=precision)
+    policy = Policy(
+        loaded.config,
+        compute_dtype="bfloat16" if "mixed" in variant.split() else "float32",
+        remat="layer" if "layer" in variant.split() else PolicySection().remat,
+        matmul_precision="bfloat16" if "bfloat16" in variant.split() else None,
+    )
     # Without an end of sequence every library writes the same number of tokens.
     params, ends = SamplingParams(case.group, case.new_tokens), () if case.end is None else (case.end,)
     sample = make_sampler(policy, params, eos_ids=ends, pad_id=0)
@@ -98,4 +106,5 @@ def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]
 if __name__ == "__main__":
     given = work.assignment()
     rows = iterate(given, *read(given))
-    work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"))
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    work.write_report(given, rows, ("grpo_jax", "jax", "jaxlib", "flax", "optax"), gpu_bytes=peak)

@@ -1,7 +1,8 @@
 """GRPO iterations of TRL's GRPOTrainer with transformers generation; a worker of grpo_iteration.py.
 
-Variants: "plain", "checkpointing" (gradient checkpointing), and "bfloat16" (`bf16`: autocast over float32 weights). The
-phases are timed by wrapping the trainer's methods.
+Words of a variant: "checkpointing" (gradient checkpointing), "bfloat16" (`bf16`: autocast over float32 weights), and
+"narrow" (weights and moments in bfloat16). The phases are timed by wrapping the trainer's methods. It runs on a GPU
+where torch sees one: grpo_iteration.py hides them, benchmarks/gpu does not.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from PIL import Image
 from transformers import AutoProcessor, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+CUDA = torch.cuda.is_available()
+
 
 class Timed(GRPOTrainer):
     """The trainer with a stopwatch around generation and the reference's log-probabilities."""
 
     def __init__(self, *args, now, **kwargs):
         self.rows: list[dict[str, float]] = []
-        self.now = now
+        self.now = (lambda: (torch.cuda.synchronize(), now())[1]) if CUDA else now
         super().__init__(*args, **kwargs)
 
     def _generate(self, *args, **kwargs):
@@ -61,8 +64,12 @@ def make_dataset(given: work.Assignment) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "image": images})
 
 
+def weight_dtype(given: work.Assignment) -> str:
+    return "bfloat16" if "narrow" in given.variant.split() else "float32"
+
+
 def make_trainer(given: work.Assignment) -> Timed:
-    case = given.case
+    case, words = given.case, given.variant.split()
     reader = AutoProcessor if case.picture else PreTrainedTokenizerFast
     # Outside the vocabulary nothing ends a completion, and no logits processor has to see to it.
     end = case.vocabulary + 1 if case.end is None else case.end
@@ -86,12 +93,12 @@ def make_trainer(given: work.Assignment) -> Timed:
         lr_scheduler_type="constant",
         temperature=1.0,
         top_k=0,
-        gradient_checkpointing=given.variant == "checkpointing",
-        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing="checkpointing" in words,
+        model_init_kwargs={"dtype": weight_dtype(given)},
         generation_kwargs={"eos_token_id": end},
-        bf16=given.variant == "bfloat16",
-        use_cpu=True,
-        optim="adamw_torch",
+        bf16="bfloat16" in words,
+        use_cpu=not CUDA,
+        optim="adamw_torch_fused" if CUDA else "adamw_torch",
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
@@ -119,6 +126,7 @@ if __name__ == "__main__":
     trainer = make_trainer(given)
     trainer.train()
     dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
-    if dtypes != {"torch.float32"}:
-        raise RuntimeError(f"expected float32 weights, got {dtypes}")
-    work.write_report(given, trainer.rows, ("trl", "transformers", "torch", "accelerate"))
+    if dtypes != {f"torch.{weight_dtype(given)}"}:
+        raise RuntimeError(f"expected {weight_dtype(given)} weights, got {dtypes}")
+    peak = torch.cuda.max_memory_allocated() if CUDA else None
+    work.write_report(given, trainer.rows, ("trl", "transformers", "torch", "accelerate"), gpu_bytes=peak)

@@ -1,10 +1,14 @@
-"""All measurements that need a GPU, in one command; without a GPU at tiny sizes on the CPU.
+"""All measurements that need a GPU, in four calls; with `--tiny` a rehearsal of them on a CPU.
 
-    python benchmarks/gpu [--tiny] [--parts correctness handover …] [--out benchmarks/gpu.json]
+    python benchmarks/gpu --call A|B|C|D [--tiny] [--programs DIR] [--budget SECONDS] [--out FILE]
 
-Each part runs in its own process (tiny ones share one), mostly under two minutes, and eight minutes in all. A part
-without its package, or without time left, is skipped with the reason. `--parts NAME` gives a part its whole limit.
-Writes one JSON and prints one table. The exit code is 1 if anything failed or disagreed.
+docs/development.md lists their measurements. A and B together fit a GPU that is lent for a quarter of an hour, and so
+do C and D; without `--call` all four run. Each part of a call has a process and a limit of its own. A part that fails
+prints its traceback, and the next one goes on. FILE has every measurement as soon as it is made; `.log` beside it has
+all output. `--programs` keeps compiled programs for the next call. The exit code is 1 if a measurement failed,
+disagreed, or is missing, unless its package (torch, trl, vllm, …) is not installed.
+
+For a machine without a network, `prepare.sh` beside this file downloads the wheels that these parts take.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Results on the GPU against the CPU, and against transformers on the CPU: kernels, decoder, update and more.
+"""Results on the GPU against the CPU, and against transformers on the CPU: products, decoder, update.
 
 Products are in full float32 by default (`jax.default_matmul_precision("highest")`; a GPU would round them to TF32). The
 tests make the comparisons with transformers on the CPU, for more fields. Without a GPU the first device is the CPU, and
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import kernels
 import numpy as np
 from outcome import Figures, Measurements, compared, needs
 from support import tiny_decoders, tiny_update
@@ -55,7 +54,19 @@ def measurements(tiny: bool) -> Measurements:
         )
     for architecture in towers:
         rows[f"vision tower {architecture}, against transformers"] = functools.partial(transformers_tower, architecture)
-    return {**kernels.measurements(tiny), **{name: functools.partial(exactly, row) for name, row in rows.items()}}
+    return {"products of float32": products} | {name: functools.partial(exactly, row) for name, row in rows.items()}
+
+
+def products() -> Figures:
+    """Errors of a product by norms, with JAX's default precision and in full: 3e-4 is TF32, 1e-7 float32."""
+    a, b = np.random.default_rng(0).normal(size=(2, 512, 512)).astype(np.float32)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    errors = {}
+    for precision in ("default", "highest"):
+        with jax.default_matmul_precision(precision):
+            product = np.asarray(jax.jit(jnp.matmul)(a, b), np.float64)
+        errors[precision] = float(np.linalg.norm(product - exact) / np.linalg.norm(exact))
+    return compared(errors["highest"], 1e-6, default=errors["default"])
 
 
 def exactly(measure: Callable[[], Figures]) -> Figures:

@@ -1,33 +1,43 @@
-"""Run the parts one after the other, each in its own process; write their results and print a table."""
+"""Run the parts one after the other, each in its own process, and print a table of the file that they write."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outcome import Figures, keep, work
+import outcome
+from outcome import Figures, keep
 
 HERE = Path(__file__).resolve().parent
-BUDGET = 480.0
-"""Seconds of all parts together."""
 LIMIT = 115.0
 """Default limit of a part in seconds, after which it is ended; its results so far count."""
 LEAST = 10.0
 """Smallest remaining seconds to begin a part."""
 SHARE = 0.8
 """Share of a part's seconds after which it begins no further measurement."""
+PATIENCE = 10
+"""Times as long limits and budgets of a rehearsal on a CPU, which may be busy."""
+SHOWN = 6000
+"""Characters of a process's output that are printed when it ended early."""
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint", "numpy"),
+    *("torch", "triton", "transformers", "diffusers", "open_clip_torch", "trl", "datasets", "vllm", "qwix", "grpo_jax"),
+    *("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+)
 
 
 class Part(NamedTuple):
@@ -38,21 +48,36 @@ class Part(NamedTuple):
     limit: float = LIMIT
 
 
+class Call(NamedTuple):
+    """Parts by importance (there may be no time for the last ones), and the seconds of all of them."""
+
+    parts: tuple[str, ...]
+    budget: float
+
+
 PARTS = {
-    "plan": Part("plan"),
-    "correctness": Part("correctness", limit=230.0),
-    "handover": Part("handover"),
+    "run": Part("run", limit=150.0),
+    "beside-0.5B": Part("beside", ("0.5B",), limit=190.0),
+    "update": Part("update", limit=130.0),
+    "decode-0.5B": Part("decode", ("0.5B",), limit=120.0),
+    "kernels": Part("kernels", limit=60.0),
+    "handover": Part("handover", limit=60.0),
+    "correctness": Part("correctness", limit=190.0),
+    "resuming": Part("resuming", limit=100.0),
+    "plan": Part("plan", limit=100.0),
+    "beside-1.5B": Part("beside", ("1.5B",), limit=190.0),
+    "run-refinement": Part("run", ("prompt_refinement_miniature",)),
     "iteration": Part("iteration", limit=150.0),
-    "decode-0.5B": Part("decode", ("0.5B",)),
-    "decode-7B": Part("decode", ("7B",)),
-    "update": Part("update"),
     "long": Part("long", limit=150.0),
-    "resuming": Part("resuming"),
+    "decode-7B": Part("decode", ("7B",)),
     "decode-1.5B": Part("decode", ("1.5B",)),
 }
-"""By importance: there may be no time for the last ones."""
-TINY = (("plan", "correctness", "handover", "iteration", "decode-0.5B", "update", "long"), ("resuming",))
-"""By process, because imports dominate tiny parts. Other sizes would be the same tiny shape."""
+CALLS = {
+    "A": Call(("run", "beside-0.5B"), 310),
+    "B": Call(("update", "decode-0.5B", "kernels", "handover"), 370),
+    "C": Call(("correctness", "resuming", "plan"), 340),
+    "D": Call(("beside-1.5B", "run-refinement", "iteration", "long"), 370),
+}
 
 
 def describe() -> Figures:
@@ -61,14 +86,13 @@ def describe() -> Figures:
     from iteration_work import versions
 
     device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "diffusers", "vllm", "qwix", "grpo_jax")
     return {
         "backend": jax.default_backend(),
         "device": device.device_kind,
         "devices": len(jax.devices()),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
         "driver": _driver(),
-        "versions": {"python": sys.version.split()[0], **versions(packages)},
+        "versions": {"python": sys.version.split()[0], **versions(PACKAGES)},
     }
 
 
@@ -80,95 +104,133 @@ def _driver() -> str | None:
         return None
 
 
-def environment(programs: str) -> dict[str, str]:
-    """Return a part's environment: no preallocation, and a shared cache of compiled programs.
+def cuda_paths() -> dict[str, str]:
+    """Return variables that show XLA the CUDA toolkit beside nvcc, for a JAX without ptxas of its own."""
+    root = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve().parents[1]
+    if not (root / "bin" / "ptxas").exists() or not (root / "nvvm" / "libdevice").is_dir():
+        return {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={root}".strip()
+    return {"XLA_FLAGS": flags, "PATH": os.pathsep.join([os.environ["PATH"], str(root / "bin")])}
 
-    Nothing is fetched from a network.
-    """
+
+def environment(programs: Path, temporary: Path) -> dict[str, str]:
+    """Return a part's environment: no preallocation, no network, and a shared cache of compiled programs."""
     platforms = os.environ.get("JAX_PLATFORMS", "")  # correctness compares with the CPU
     beside = {"JAX_PLATFORMS": f"{platforms},cpu"} if platforms and "cpu" not in platforms else {}
     return {
-        "JAX_COMPILATION_CACHE_DIR": programs,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         **os.environ,
+        **cuda_paths(),
         **beside,
+        "JAX_COMPILATION_CACHE_DIR": str(programs.resolve()),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(temporary / "datasets"),
         "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+        "TMPDIR": str(temporary),  # an ended process does not remove its own files
     }
 
 
-class Told(NamedTuple):
-    """Result of a process: its JSON, or None; its error ("" for none); its last output."""
+class Workers(NamedTuple):
+    """The processes of the parts: the report that they write, their environment, and the size of their work."""
 
-    found: Any
-    ending: str
-    said: str
+    out: Path
+    variables: dict[str, str]
+    tiny: bool
 
+    @property
+    def log(self) -> Path:
+        """The file of all output."""
+        return self.out.with_suffix(".log")
 
-def run_worker(words: Sequence[str], seconds: float, folder: Path) -> Told:
-    """Run this script in a process of its own; end it with its children after the limit."""
-    out, log = folder / "out.json", folder / "log.txt"
-    out.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE), *words, "--out", str(out)]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, env=environment(str(folder / "programs")), stdout=stream, stderr=stream, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=seconds)
-            ending = "" if code == 0 else f"ended with {code}"
-        except subprocess.TimeoutExpired:
-            ending = f"ended after {seconds:.0f} s"
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    def run(self, name: str, seconds: float) -> str:
+        """Run a part, or "describe", in a process; end it and its children after the seconds; return its error."""
+        words = ["--worker", name, "--seconds", str(SHARE * seconds), *(["--tiny"] if self.tiny else [])]
+        command = [sys.executable, str(HERE), *words, "--out", str(self.out)]
+        with self.log.open("a", encoding="utf-8") as stream:
+            print(f"==== {name}, at most {seconds:.0f} s", file=stream, flush=True)
+            process = subprocess.Popen(
+                command, env=self.variables, stdout=stream, stderr=stream, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=seconds)
+                return "" if code == 0 else f"ended with {code}"
+            except subprocess.TimeoutExpired:
+                return f"ended after {seconds:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # children too, which may outlive it
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    found = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None
-    return Told(found, ending, log.read_text(encoding="utf-8", errors="replace")[-4000:])
+
+    def run_part(self, name: str, left: float) -> Figures:
+        """Run a part in the time left; return its results with its seconds, and print its tracebacks."""
+        report, seconds = read(self.out), min(PARTS[name].limit * (PATIENCE if self.tiny else 1), left)
+        part = report["parts"][name] = {"measurements": {}}
+        keep(report, self.out)
+        if seconds < LEAST:
+            part["skipped"] = "no time was left"
+        else:
+            start, length = time.monotonic(), self.log.stat().st_size
+            error = self.run(name, seconds)
+            report = read(self.out)
+            part = report["parts"][name] | {"seconds": time.monotonic() - start}
+            if error:
+                part |= {"failed": error, "said": self.log.read_bytes()[length:][-SHOWN:].decode(errors="replace")}
+        report["parts"][name] = part
+        keep(report, self.out)
+        failures = {
+            row: figures["traceback"] for row, figures in part["measurements"].items() if "traceback" in figures
+        }
+        failures |= {part["failed"]: part["said"]} if "failed" in part else {}
+        for row, message in failures.items():
+            print(f"{name}, {row}:\n{message}", file=sys.stderr, flush=True)
+        return part
 
 
-def run_parts(names: Sequence[str], tiny: bool, left: float, folder: Path) -> dict[str, Figures]:
-    """Return the results of parts in one process, its seconds, and its output after a failure."""
-    seconds, start = min(sum(PARTS[name].limit for name in names), left), time.monotonic()
-    if seconds < LEAST:
-        return {name: {"skipped": "no time was left", "measurements": {}} for name in names}
-    words = ["--worker", *names, "--seconds", str(SHARE * seconds / len(names)), *(["--tiny"] if tiny else [])]
-    told = run_worker(words, seconds, folder)
-    parts = {name: {"measurements": (told.found or {}).get(name, {})} for name in names}
-    for part in parts.values():
-        part["seconds"] = time.monotonic() - start
-        if told.ending:
-            part["failed"] = told.ending
-        if told.ending or any("failed" in row for row in part["measurements"].values()):
-            part["said"] = told.said
-    return parts
+def read(path: Path) -> Figures:
+    """Read the report."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def do_parts(names: Sequence[str], tiny: bool, seconds: float, out: Path) -> None:
-    """Do a worker's work; the file always has all results so far."""
-    found: dict[str, dict[str, Figures]] = {}
+def end_with_parent() -> None:
+    """End this process and its children once the driver has been killed: they would hold the GPU."""
+    parent = os.getppid()
 
-    def tell(name: str, rows: dict[str, Figures]) -> None:
-        found[name] = rows
-        keep(found, out)
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
 
-    for name in names:
-        part = PARTS[name]
-        try:
-            measurements = importlib.import_module(part.module).measurements(tiny, *part.arguments)
-        except ModuleNotFoundError as error:
-            tell(name, {"all of it": {"skipped": f"the package {error.name} is not installed"}})
-            continue
-        work(measurements, seconds, functools.partial(tell, name))
+    threading.Thread(target=watch, daemon=True).start()
 
 
-def is_well(part: Figures) -> bool:
-    """Whether nothing failed, and nothing disagreed."""
+def work(name: str, tiny: bool, seconds: float, out: Path) -> None:
+    """Make a part's measurements; the report has each as soon as it is made."""
+
+    def tell(rows: dict[str, Figures]) -> None:
+        report = read(out)
+        report["parts"].setdefault(name, {})["measurements"] = rows
+        keep(report, out)
+
+    part = PARTS[name]
+    try:
+        measurements = importlib.import_module(part.module).measurements(tiny, *part.arguments)
+    except ModuleNotFoundError as error:
+        if error.name not in outcome.OPTIONAL:
+            raise
+        return tell({"all of it": {"absent": error.name}})
+    outcome.work(measurements, seconds, tell)
+
+
+def is_complete(part: Figures) -> bool:
+    """Whether every measurement was made, or its package is not installed, and none disagreed."""
     rows = part["measurements"].values()
-    return "failed" not in part and not any("failed" in row or row.get("agrees") is False for row in rows)
+    missing = [word for figures in (part, *rows) for word in ("failed", "skipped") if word in figures]
+    return bool(rows) and not missing and not any(row.get("agrees") is False for row in rows)
 
 
 def table(parts: dict[str, Figures]) -> str:
@@ -184,14 +246,14 @@ def table(parts: dict[str, Figures]) -> str:
 
 
 def _result(figures: Figures) -> str:
-    for word in ("skipped", "failed"):
+    for word in ("absent", "skipped", "failed"):
         if word in figures:
             return f"{word}: {figures[word]}".replace("|", "/")
     return {True: "agrees", False: "**differs**", None: ""}[figures.get("agrees")]
 
 
 def _listed(figures: Figures) -> str:
-    hidden = ("skipped", "failed", "agrees", "took")
+    hidden = ("absent", "skipped", "failed", "agrees", "took", "traceback")
     shown = [f"{key.replace('_', ' ')} {_number(value)}" for key, value in figures.items() if key not in hidden]
     return ", ".join(word for word in shown if not word.endswith(" None")).replace("|", "/")
 
@@ -203,46 +265,66 @@ def _number(value: Any) -> str:
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/gpu", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; taken without asking where JAX sees no GPU")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="these alone, in this order")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of all parts together")
-    parser.add_argument("--out", type=Path, default=HERE.with_suffix(".json"), help="JSON file to write")
-    parser.add_argument("--worker", nargs="+", choices=[*PARTS, "describe"], help=argparse.SUPPRESS)
+    """Parse the command line; `names` are the parts to run, and `out` has its default."""
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/gpu",
+        description="Measurements that need a GPU; docs/development.md lists the calls.",
+    )
+    parser.add_argument("--call", choices=list(CALLS), help="the parts of one call (default: all calls)")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="these parts alone, in this order")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; chosen anyway if JAX sees no GPU")
+    parser.add_argument("--programs", type=Path, metavar="DIR", help="keep compiled programs here for the next call")
+    parser.add_argument("--budget", type=float, help="seconds of all parts together (default: the call's)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file (default: benchmarks/gpu.json, gpu-A.json)")
+    parser.add_argument("--worker", choices=[*PARTS, "describe"], help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=LIMIT, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    calls = [CALLS[chosen.call]] if chosen.call else list(CALLS.values())
+    chosen.names = chosen.parts or [part for call in calls for part in call.parts]
+    chosen.usual_budget = sum(PARTS[name].limit for name in chosen.parts or ()) or sum(call.budget for call in calls)
+    chosen.out = chosen.out or HERE.with_name(f"gpu-{chosen.call}.json" if chosen.call else "gpu.json")
+    return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 if anything failed or disagreed."""
+    """Run the command; return 0, or 1 if a measurement failed, disagreed, or is missing."""
     chosen = options(arguments)
-    if chosen.worker == ["describe"]:
-        keep(describe(), chosen.out)
-        return 0
-    if chosen.worker:
-        do_parts(chosen.worker, chosen.tiny, chosen.seconds, chosen.out)
-        return 0
-    return drive(chosen)
+    if chosen.worker is None:
+        # On SIGTERM, as on Ctrl-C, the worker ends with the driver.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        return drive(chosen)
+    end_with_parent()
+    if chosen.worker == "describe":
+        keep(read(chosen.out) | describe(), chosen.out)
+    else:
+        work(chosen.worker, chosen.tiny, chosen.seconds, chosen.out)
+    return 0
 
 
 def drive(chosen: argparse.Namespace) -> int:
-    """Describe the machine, run the parts, write and print."""
-    deadline = time.monotonic() + chosen.budget
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        asked = run_worker(["--worker", "describe"], 120, folder)
-        if asked.found is None:
-            print(f"JAX did not start ({asked.ending}):\n{asked.said}", file=sys.stderr)
+    """Describe the machine, run the parts, and print their table."""
+    start = time.monotonic()
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="grpo_jax_gpu_") as folder:
+        variables = environment(chosen.programs or Path(folder) / "programs", Path(folder))
+        workers = Workers(chosen.out.resolve(), variables, chosen.tiny)
+        workers.log.write_text("", encoding="utf-8")
+        keep({"date": datetime.date.today().isoformat(), "call": chosen.call, "parts": {}}, workers.out)
+        error = workers.run("describe", LIMIT * (PATIENCE if chosen.tiny else 1))
+        if error:
+            print(f"JAX did not start ({error}):\n{workers.log.read_text()[-SHOWN:]}", file=sys.stderr)
             return 1
-        report = asked.found | {"date": datetime.date.today().isoformat(), "tiny": chosen.tiny, "parts": {}}
+        report = read(workers.out)
         if report["backend"] != "gpu" and not chosen.tiny:
-            report["tiny"] = True
-            print("JAX sees no GPU: tiny sizes on the CPU, which say nothing of a card.", flush=True)
-        apart = [(part,) for part in chosen.parts or PARTS]
-        for names in TINY if report["tiny"] and not chosen.parts else apart:
-            print(f"{', '.join(names)} …", file=sys.stderr, flush=True)
-            report["parts"] |= run_parts(names, report["tiny"], deadline - time.monotonic(), folder)
-            keep(report, chosen.out)
-    print(f"{report['device']}, jax {report['versions']['jax']}, {report['date']}\n\n{table(report['parts'])}")
-    return 0 if all(map(is_well, report["parts"].values())) else 1
+            workers = workers._replace(tiny=True)
+            print("JAX sees no GPU: tiny sizes on the CPU, which say nothing about a GPU.", flush=True)
+        keep(report | {"tiny": workers.tiny}, workers.out)
+        machine = [report["driver"] or report["device"], *(" ".join(item) for item in report["versions"].items())]
+        print(f"{report['date']}: {', '.join(machine)}", flush=True)
+        budget = chosen.budget or chosen.usual_budget * (PATIENCE if workers.tiny else 1)
+        for name in chosen.names:
+            print(f"{name} …", file=sys.stderr, flush=True)
+            workers.run_part(name, budget - (time.monotonic() - start))
+    parts = read(workers.out)["parts"]
+    print(table(parts))
+    return 0 if all(map(is_complete, parts.values())) else 1

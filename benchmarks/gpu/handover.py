@@ -7,7 +7,6 @@ A kernel is in flight when its result is handed over: whether the receiver waite
 from __future__ import annotations
 
 import functools
-import gc
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import timing
-from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
+from outcome import Figures, Measurements, needs_torch_beside_jax
 
 from grpo_jax.errors import UserError
 
@@ -25,10 +24,12 @@ TRIES = 20
 
 
 def measurements(tiny: bool) -> Measurements:
-    """Addresses and times, lifetimes, streams both ways, donation, memory side by side."""
+    """Addresses and times, freed memory, streams both ways, donation, memory side by side."""
     return {
         "same memory, and the time it takes": functools.partial(addresses, tiny),
-        "memory outlives its source": lifetime,
+        "a tensor that begins off 16 bytes": unaligned,
+        "JAX to torch, freed in flight": functools.partial(freed_in_flight, tiny, "torch"),
+        "torch to JAX, freed in flight": functools.partial(freed_in_flight, tiny, "jax"),
         "JAX to torch, a kernel in flight": functools.partial(jax_in_flight, tiny),
         "torch to JAX, a kernel in flight": functools.partial(torch_in_flight, tiny, side=False),
         "torch to JAX, in flight on a stream of its own": functools.partial(torch_in_flight, tiny, side=True),
@@ -46,33 +47,73 @@ def _dlpack() -> Any:
 
 
 def addresses(tiny: bool) -> Figures:
-    """Of the benchmark of the hand-over: whether all sizes kept their address, slowest µs, and those of a copy."""
-    needs_torch_beside_jax()
-    import bridge
-
-    rows = [row for size in ((1e3, 1e5) if tiny else (1e3, 1e6, 1e9)) for row in bridge.measure(size, 5)]
-    same = all(row["same_address"] for row in rows)
-    found = {"same_address": same, "agrees": same}
-    for direction in ("jax to torch", "torch to jax"):
-        chosen = [row for row in rows if row["direction"] == direction]
-        found[f"{direction}, slowest µs"] = 1e6 * max(row["dlpack"] for row in chosen)
-        found[f"{direction}, copying {chosen[-1]['bytes']:,} bytes, µs"] = 1e6 * chosen[-1]["numpy_copy"]
-    return found
-
-
-def lifetime() -> Figures:
-    """Values of an array whose source is gone, while others take memory."""
+    """Whether types and axes of length 1 keep address and values; µs by direction for a small and a large array."""
     dlpack, device = _dlpack(), needs_torch_beside_jax()
     import torch
 
-    tensor, source = torch.full((2**16,), 7.0, device=device), jnp.full((2**16,), 5.0)
-    array, view = dlpack.to_jax(tensor), dlpack.to_torch(source)
-    del tensor, source
-    gc.collect()
-    junk = [torch.zeros(2**16, device=device) for _ in range(50)] + [jnp.zeros(2**16) for _ in range(50)]
-    jax.block_until_ready(junk[50:])
-    kept = bool((array == 7).all()) and bool((view == 5).all())
-    return {"kept": kept, "agrees": kept}
+    kinds = ("float32", "bfloat16", "float16", "int32", "uint8", "bool")
+    cases = [(name, (512,)) for name in kinds] + [("float32", shape) for shape in ((3, 1, 6, 2), (5, 1), (2, 3, 1))]
+    moved, wrong, figures = [], [], {}
+    for name, shape in cases:
+        values = np.arange(math.prod(shape)).reshape(shape) % 2
+        array, tensor = jnp.asarray(values, name), torch.tensor(values, device=device).to(getattr(torch, name))
+        there, back = dlpack.to_torch(array), dlpack.to_jax(tensor)
+        if there.data_ptr() != array.unsafe_buffer_pointer() or back.unsafe_buffer_pointer() != tensor.data_ptr():
+            moved.append(f"{name} {shape}")
+        # A program reads the array by the layout that it was handed with.
+        if not bool((there == tensor).all()) or not bool((jax.jit(jnp.add)(back, back) == array + array).all()):
+            wrong.append(f"{name} {shape}")
+    for size in (2**8, 2**10) if tiny else (2**8, 2**28):
+        array, tensor = jnp.ones(size), torch.ones(size, device=device)
+        there = timing.seconds(dlpack.to_torch, array, wait=timing.wait_for_torch)
+        back = timing.seconds(dlpack.to_jax, tensor)
+        figures |= {f"{4 * size:,} bytes to torch, µs": 1e6 * there, f"{4 * size:,} bytes to JAX, µs": 1e6 * back}
+    return {"moved": moved or None, "wrong": wrong or None, **figures, "agrees": not moved and not wrong}
+
+
+def unaligned() -> Figures:
+    """A tensor that begins between two addresses of 16 bytes, which a GPU's programs refuse: it is copied."""
+    dlpack, device = _dlpack(), needs_torch_beside_jax()
+    import torch
+
+    tensor = torch.arange(1025, dtype=torch.float32, device=device)[1:]
+    total = float(jax.jit(jnp.sum)(dlpack.to_jax(tensor)))
+    return {"offset": tensor.data_ptr() % 16, "agrees": total == tensor.sum().item()}
+
+
+def freed_in_flight(tiny: bool, receiver: str) -> Figures:
+    """The lender drops its array while the receiver's kernels still run, and takes memory of that size again."""
+    dlpack, device = _dlpack(), needs_torch_beside_jax()
+    import torch
+
+    size, turns = (64, 3) if tiny else (4096, 30)
+    slow, there = jax.random.normal(jax.random.key(0), (size, size)), torch.ones(size, size, device=device)
+
+    @jax.jit
+    def read_late(x: jax.Array, slow: jax.Array) -> jax.Array:
+        y = jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y @ slow / size), slow)
+        return jnp.mean(x + 1e-30 * y)
+
+    def to_jax(number: int) -> tuple[bool, float]:
+        tensor = torch.full((size, size), number + 1.0, device=device)
+        result = read_late(dlpack.to_jax(tensor), slow)
+        del tensor
+        junk = [torch.full((size, size), -1.0, device=device) for _ in range(3)]
+        return not result.is_ready(), float(result) + 0 * len(junk)
+
+    def to_torch(number: int) -> tuple[bool, float]:
+        array = jnp.full((size, size), number + 1.0).block_until_ready()
+        view, y = dlpack.to_torch(array), there
+        for _ in range(turns):
+            y = torch.sin(y @ there / size)
+        total = (view + 1e-30 * y).mean()
+        del view, array
+        junk = [jnp.full((size, size), -1.0) for _ in range(3)]
+        flying = device == "cuda" and not torch.cuda.current_stream().query()
+        return flying, total.item() + 0 * len(junk)
+
+    read_late(slow, slow).block_until_ready()
+    return _tried(to_jax if receiver == "jax" else to_torch, [1.0, 2.0])
 
 
 def jax_in_flight(tiny: bool) -> Figures:
@@ -96,12 +137,13 @@ def jax_in_flight(tiny: bool) -> Figures:
 
 
 def torch_in_flight(tiny: bool, *, side: bool) -> Figures:
-    """The other way; `side`: the tensor is made on another stream than torch's own, and handed over within it."""
+    """The other way; `side`: the tensor is made on another stream than torch's own, and handed over within it.
+
+    A CPU has no streams, so there both are the same.
+    """
     dlpack, device = _dlpack(), needs_torch_beside_jax()
     import torch
 
-    if side and device == "cpu":
-        raise Skip("a CPU has no streams")
     size, turns = (64, 3) if tiny else (4096, 20)
     generator = torch.Generator(device).manual_seed(0)
     starts = [(seed + 1) * torch.randn(size, size, device=device, generator=generator) for seed in range(2)]
@@ -115,7 +157,7 @@ def torch_in_flight(tiny: bool, *, side: bool) -> Figures:
 
     expected = [chain(start).double().sum().item() for start in starts]
     timing.wait_for_torch()
-    stream = torch.cuda.Stream() if side else None
+    stream = torch.cuda.Stream() if side and device == "cuda" else None
 
     def hand_over(number: int) -> tuple[bool, float]:
         with torch.cuda.stream(stream) if stream else nullcontext():
@@ -159,30 +201,28 @@ def donation() -> Figures:
 
 
 def side_by_side(tiny: bool) -> Figures:
-    """Both libraries take and give back memory of one card by turns; JAX was told to take none ahead."""
-    if needs_torch_beside_jax() == "cpu":
-        raise Skip("JAX takes no memory ahead on a CPU")
+    """Both libraries take and give back memory of one GPU by turns; JAX was told to take none ahead."""
+    device = needs_torch_beside_jax()
     import torch
 
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info() if device == "cuda" else (2**32, 2**32)
     used = timing.card_bytes("bytes_in_use") or 0
     reserved = timing.card_bytes("bytes_reserved") or timing.card_bytes("pool_bytes")
     shape = int(free * (0.01 if tiny else 0.3)) // 4 // 2**20, 2**20  # an index of one axis would not fit 32 bits
     try:
         array = jnp.ones(shape).block_until_ready()
-        tensor = torch.ones(shape, device="cuda")
+        tensor = torch.ones(shape, device=device)
         both = float(array[-1, -1]) + tensor[-1, -1].item()
     except (RuntimeError, UserError) as error:  # out of memory, of either library
         return {"failed_after": str(error).splitlines()[0][:200], "agrees": False}
     del array, tensor
     torch.cuda.empty_cache()
-    left = torch.cuda.mem_get_info()[0]
     return {
         "card_gib": timing.gib(total),
         "free_before_gib": timing.gib(free),
         "jax_used_before_gib": timing.gib(used),
         "jax_reserved_before_gib": timing.gib(reserved),
         "each_took_gib": timing.gib(4 * math.prod(shape)),
-        "free_after_gib": timing.gib(left),
+        "free_after_gib": timing.gib(torch.cuda.mem_get_info()[0]) if device == "cuda" else None,
         "agrees": both == 2,
     }

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import shapes
 import timing
-from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
+from outcome import Figures, Measurements, Skip, needs, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.errors import UserError
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import keeps_layers_apart, weight_dtype
@@ -84,14 +83,15 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
 
 
 def load_renderer() -> tuple[Any, str]:
-    """The miniature's Stable Diffusion 3 on JAX's card; None and the reason where it cannot be loaded."""
+    """The miniature's Stable Diffusion 3 on JAX's GPU; None and the reason without its packages."""
     try:
+        needs("diffusers")
         device = needs_torch_beside_jax()
-        from bridges.judges.stable_diffusion_3 import StableDiffusion3
+    except (Skip, ModuleNotFoundError) as reason:
+        return None, str(reason)
+    from bridges.judges.stable_diffusion_3 import StableDiffusion3
 
-        return StableDiffusion3(steps=1).load("cpu" if device == "cpu" else "gpu:0"), ""
-    except (Skip, ImportError, UserError) as reason:
-        return None, str(reason).splitlines()[0]
+    return StableDiffusion3(steps=1).load("cpu" if device == "cpu" else "gpu:0"), ""
 
 
 def judge(renderer: Any, count: int, iteration: int) -> jax.Array:

@@ -1,4 +1,7 @@
-"""The outcome of a measurement: figures, skipped with a reason, or failed; saved as soon as it is known."""
+"""The outcome of a measurement: its figures, or why there are none; saved as soon as it is known.
+
+A row without figures has "absent" (a package that is not installed), "skipped" or "failed". Only "absent" excuses it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from typing import Any
 Figures = dict[str, Any]
 Measurements = Mapping[str, Callable[[], Figures]]
 """By name and importance: there may be no time for the last ones."""
+OPTIONAL = ("torch", "transformers", "diffusers", "open_clip", "trl", "datasets", "qwix", "vllm")
+"""Packages that may be absent. Any other import that fails is a failure: the project's own modules move."""
 
 
 class Skip(Exception):
@@ -23,10 +28,10 @@ class Skip(Exception):
 
 
 def needs(*packages: str) -> None:
-    """Skip a measurement if a package is missing."""
+    """Raise ModuleNotFoundError for the first package that is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise Skip(f"the package {package} is not installed")
+            raise ModuleNotFoundError(f"the package {package} is not installed", name=package)
 
 
 def needs_torch_beside_jax() -> str:
@@ -48,21 +53,20 @@ def compared(difference: float, allowed: float, **more: Any) -> Figures:
 
 
 def outcome(measure: Callable[[], Figures], left: float) -> Figures:
-    """Figures and seconds of a measurement; "skipped" or "failed" with the reason."""
+    """Figures and seconds of a measurement, or why there are none, with the traceback of a failure."""
     if left <= 0:
         return {"skipped": "no time was left"}
     start = time.monotonic()
     try:
-        figures = measure()
+        return {**measure(), "took": time.monotonic() - start}
     except Skip as reason:
         return {"skipped": str(reason)}
-    except ModuleNotFoundError as error:
-        return {"skipped": f"the package {error.name} is not installed"}
     except Exception as error:
-        traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+            return {"absent": error.name}
         first = (str(error).strip().splitlines() or [""])[0]
-        return {"failed": f"{type(error).__name__}: {first}"[:300], "took": time.monotonic() - start}
-    return {**figures, "took": time.monotonic() - start}
+        failure = f"{type(error).__name__}: {first}"[:300]
+        return {"failed": failure, "took": time.monotonic() - start, "traceback": traceback.format_exc()[-6000:]}
 
 
 def release() -> None:
@@ -83,7 +87,7 @@ def work(measurements: Measurements, seconds: float, tell: Callable[[dict[str, F
         release()
 
 
-def keep(content: Any, path: Path) -> None:
+def keep(content: Figures, path: Path) -> None:
     """Write JSON atomically."""
     beside = path.with_suffix(".writing")
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

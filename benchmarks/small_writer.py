@@ -28,7 +28,7 @@ SETTINGS = """--config prompt_enhancement_miniature --policy.lora.rank 16 --poli
 
 def write_requests(path: Path, counts: dict[str, int]) -> None:
     """The miniature's requests as chats: three examples, which are not trained on, then the request."""
-    rows = {split: world.prompts(split, count) for split, count in counts.items()}
+    rows = {split: world.prompts("world", split, count) for split, count in counts.items()}
     examples = [row for row in rows["train"] if len(row["requested"]) >= 4][:3]
     turns = (("user", "prompt"), ("assistant", "oracle"))
     shots = [{"role": role, "content": row[column]} for row in examples for role, column in turns]

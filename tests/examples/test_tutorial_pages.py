@@ -1,8 +1,5 @@
 """The pages of docs/tutorial run and show their own output: docs/make_tutorial.py, without drawing."""
 
-import ast
-import importlib
-import inspect
 import re
 
 import pytest
@@ -42,22 +39,6 @@ def test_the_pages_are_seven_and_short():
     assert linked == set(drawn) and max(drawn.values()) <= 60_000
     index = (maker.HERE / "tutorial" / "index.md").read_text()
     assert all(f"]({path.name})" in index for path in pages)
-
-
-@each_page
-def test_its_calls_fit_the_functions(path):
-    """Arguments of every call of ours bind; running the pages takes minutes."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("grpo_jax")]
-    ours = {
-        name.asname or name.name: getattr(importlib.import_module(node.module), name.name)
-        for node in imports
-        for name in node.names
-    }
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    for call in (call for call in calls if callable(ours.get(call.func.id))):
-        if not any(isinstance(given, ast.Starred) for given in call.args) and all(word.arg for word in call.keywords):
-            inspect.signature(ours[call.func.id]).bind(*call.args, **{word.arg: word for word in call.keywords})
 
 
 @pytest.mark.wide  # they are made of functions that have tests of their own

@@ -61,14 +61,20 @@ def _torch_device() -> AbstractContextManager[object]:
     return torch.device(device) if device == "cuda" else nullcontext()
 
 
+def worker_environment() -> dict[str, str]:
+    """This process's variables with the checkout on the path, and one GPU: TRL would spread over several."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": gpu}
+
+
 def iterate(case: iteration_work.Case, library: str, variant: str) -> Figures:
     """Median seconds by phase behind the first iteration, tokens per second, and peak memory of the process."""
     needs("torch", "transformers", *(("trl", "datasets") if library == "trl" else ()))
     start, root = time.monotonic(), root_of(case)
     out, threads = root / f"{library}-{variant.replace(' ', '-')}.json", len(os.sched_getaffinity(0))
     assignment = iteration_work.Assignment(case, root / case.shape, ITERATIONS, threads, variant, "wall", out)
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    report = grpo_iteration.run_worker(library, assignment, sys.executable, {**os.environ, "PYTHONPATH": paths})
+    report = grpo_iteration.run_worker(library, assignment, sys.executable, worker_environment())
     if "error" in report:
         raise RuntimeError(report["error"])
     first, *rows = report["iterations"]

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     """Parts by importance (there may be no time for the last ones), and the seconds of all of them."""
 
     parts: tuple[str, ...]
-    budget: float
+    budget: int
 
 
 PARTS = {
@@ -166,8 +166,8 @@ class Workers(NamedTuple):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def run_part(self, name: str, left: float) -> Figures:
-        """Run a part in the time left; return its results with its seconds, and print its tracebacks."""
+    def run_part(self, name: str, left: float) -> None:
+        """Run a part in the time left; add its seconds and its error to the report, and print its tracebacks."""
         report, seconds = read(self.out), min(PARTS[name].limit * (PATIENCE if self.tiny else 1), left)
         part = report["parts"][name] = {"measurements": {}}
         keep(report, self.out)
@@ -177,18 +177,22 @@ class Workers(NamedTuple):
             start, length = time.monotonic(), self.log.stat().st_size
             error = self.run(name, seconds)
             report = read(self.out)
-            part = report["parts"][name] | {"seconds": time.monotonic() - start}
+            part = report["parts"][name]
+            part["seconds"] = time.monotonic() - start
             if error:
                 part |= {"failed": error, "said": self.log.read_bytes()[length:][-SHOWN:].decode(errors="replace")}
         report["parts"][name] = part
         keep(report, self.out)
-        failures = {
-            row: figures["traceback"] for row, figures in part["measurements"].items() if "traceback" in figures
-        }
-        failures |= {part["failed"]: part["said"]} if "failed" in part else {}
-        for row, message in failures.items():
-            print(f"{name}, {row}:\n{message}", file=sys.stderr, flush=True)
-        return part
+        print_failures(name, part)
+
+
+def print_failures(name: str, part: Figures) -> None:
+    """Print the tracebacks of a part, and the last output of one that ended early."""
+    rows = part["measurements"].items()
+    failures = [(row, figures["traceback"]) for row, figures in rows if "traceback" in figures]
+    failures += [(part["failed"], part["said"])] if "failed" in part else []
+    for row, message in failures:
+        print(f"{name}, {row}:\n{message}", file=sys.stderr, flush=True)
 
 
 def read(path: Path) -> Figures:
@@ -268,13 +272,17 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; `names` are the parts to run, and `out` has its default."""
     parser = argparse.ArgumentParser(
         prog="python benchmarks/gpu",
-        description="Measurements that need a GPU; docs/development.md lists the calls.",
+        description="Measurements that need a GPU; docs/development.md describes the calls.",
+        epilog="; ".join(f"{name} ({call.budget} s): {', '.join(call.parts)}" for name, call in CALLS.items()),
     )
-    parser.add_argument("--call", choices=list(CALLS), help="the parts of one call (default: all calls)")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="these parts alone, in this order")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--call", choices=list(CALLS), help="the parts of one call (default: all calls)")
+    group.add_argument("--parts", nargs="+", choices=list(PARTS), metavar="PART", help="these parts, in this order")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; chosen anyway if JAX sees no GPU")
     parser.add_argument("--programs", type=Path, metavar="DIR", help="keep compiled programs here for the next call")
-    parser.add_argument("--budget", type=float, help="seconds of all parts together (default: the call's)")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="seconds of all parts together (default: the call's)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file (default: benchmarks/gpu.json, gpu-A.json)")
     parser.add_argument("--worker", choices=[*PARTS, "describe"], help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=LIMIT, help=argparse.SUPPRESS)

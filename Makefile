@@ -1,21 +1,26 @@
-# `make train` and `make test` create their environment in .venv and run. `make test-install` makes and removes one for
-# each extra; ARGS="--extra recommendation --python python3.13" selects one.
+# `make train` installs the run's packages in .venv and runs; `make test` adds those of the tests. `make test-install`
+# makes and removes an environment for each extra; ARGS="--extra recommendation --python python3.13" selects one.
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # As in grpo_jax/errors.py; with them the command need not restart itself.
 MALLOC := "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=67108864"
 
 .PHONY: train test docs tutorial test-install lint clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.train: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(PIP) --upgrade pip
+	$(PIP) -c constraints.txt -e ".[diffusion]"
 	touch $@
 
-train: $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.train
+	$(PIP) -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+train: $(VENV)/.train
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$(MALLOC)} $(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
@@ -34,7 +39,7 @@ tutorial: $(VENV)/.installed
 	$(BIN)/python docs/make_tutorial.py $(ARGS)
 
 lint: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lint]"
+	$(PIP) -c constraints.txt -e ".[lint]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 clean:

@@ -86,6 +86,15 @@ def test_extras_bring_what_they_are_named_for():
             assert {name.lower().replace("_", "-") for name in installed[module]} & brought[extra], module
 
 
+@pytest.mark.parametrize(("goal", "extras"), [("train", 1), ("test", 2)])
+def test_make_installs_what_its_goal_needs(goal, extras, tmp_path):
+    """First the packages of a run alone; the tests' only for the tests."""
+    command = ["make", "-n", goal, f"VENV={tmp_path / 'absent'}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    installed = re.findall(r'-e "\.\[(.*)\]"', printed)
+    assert len(installed) == extras and installed[0] == "diffusion" and ("test" in installed[-1]) == (goal == "test")
+
+
 OUTSIDE = """
 import bridges, grpo_jax.__main__
 from bridges import miniature

@@ -144,7 +144,7 @@ def _claim(name: str, values: Mapping[str, float | None], prompts: int | None, d
 
 
 def _card(name: str, values: Mapping[str, float | None], display: Display) -> Values:
-    kinds = ("before", "after", "oracle")
+    kinds = ("unchanged", "before", "after", "oracle")
     shown = {kind: _value(name, values.get(kind), display) for kind in kinds if values.get(kind) is not None}
     before, after = values.get("before"), values.get("after")
     change = ""
@@ -162,7 +162,7 @@ def _stroke(place: int) -> str:
 
 
 def _label(name: str) -> str:
-    return name.replace("_", " ").replace("/", " · ")
+    return name.replace("_", " ").replace("/", "\N{NO-BREAK SPACE}· ")
 
 
 def _is_share(name: str) -> bool:
@@ -210,11 +210,11 @@ def completions_table(folder: str | Path) -> Table | None:
 
 
 def _columns(rows: Rows) -> list[str]:
-    """Return the columns of the page, numbers before texts; raw completions only if they differ."""
+    """Return the columns of the page, texts before numbers; raw completions only if words differ."""
     shown = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str | int | float))
-    if all(row.get("raw_completion") == row.get("completion") for row in rows):
+    if all(str(row.get("raw_completion")).strip() == row.get("completion") for row in rows):
         shown.pop("raw_completion", None)
-    return sorted(shown, key=lambda name: any(isinstance(row.get(name), str) for row in rows))
+    return sorted(shown, key=lambda name: not any(isinstance(row.get(name), str) for row in rows))
 
 
 def write_end(run: RunDirectory, end: RunEnd) -> None:

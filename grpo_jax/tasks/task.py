@@ -160,13 +160,20 @@ class Table(NamedTuple):
 
 
 class GalleryEntry(NamedTuple):
-    """A prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's pictures."""
+    """A prompt and the trained policy's completion.
+
+    Attributes:
+        before: The picture of the unchanged prompt, uint8 [H, W, 3], or None.
+        after: That of the completion, from the same noise.
+        scores: Both texts' values by name.
+        shown: The prompt's own pictures.
+    """
 
     prompt: str
     completion: str
     before: Picture | None = None
     after: Picture | None = None
-    scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
+    scores: Mapping[str, tuple[float | None, float | None]] = {}
     shown: Sequence[Picture] = ()
 
 

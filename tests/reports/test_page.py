@@ -66,7 +66,7 @@ def write_page(path, **changes):
         "display": PromptEnhancement.display,
         "summary": {
             "evaluation": {"alignment": {"before": -0.03, "after": 0.36, "oracle": 0.45},
-                           "pixel_accuracy": {"before": 0.2, "after": 0.8, "oracle": 0.9}},
+                           "pixel_accuracy": {"unchanged": 0.1, "before": 0.2, "after": 0.8, "oracle": 0.9}},
             "prompts": 128, "seed": 3, "seconds": {"sample": 1.5, "total": 9.25}, "versions": {"jax": "0.10.2"},
             "devices": {"policy": "cpu"},
         },
@@ -91,6 +91,8 @@ def test_the_page_stands_alone_and_tells_the_result(tmp_path):
     assert "pixel accuracy 20.0% → 80.0% on 128 held-out prompts, 86% of the way to the best possible" in text
     assert "<b>casual</b>" in text and "seed: 3 # <config>" in text and "+60.0 points" in text
     assert len(sources) == 2 and 'class="crisp" width="128" height="128"' in page
+    pictures = re.findall('alt="(.*?)"', page)  # "before" is the untrained policy alone
+    assert pictures == ["unchanged prompt", "completion"] and "<dt>unchanged prompt</dt><dd class=" in page
     assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action" in page
     assert "http://" not in page and "https://" not in page and "url(" not in page
 
@@ -99,13 +101,13 @@ def test_completions_of_some_iterations_are_there(tmp_path):
     run = RunDirectory(tmp_path)
     assert completions_table(run.completions) is None
     for step in range(1, 41):
-        run.write_completions(
-            step, {"prompt": ["p"] * 50, "completion": ["x" * 5000] + ["y"] * 49, "pictures": [[]] * 50}
-        )
+        texts = ["x" * 5000] + ["y"] * 49
+        columns = {"prompt": ["p"] * 50, "raw_completion": [f" {text}" for text in texts], "completion": texts}
+        run.write_completions(step, columns | {"pictures": [[]] * 50})
     (run.completions / "step_000040.parquet").write_bytes(b"PAR1")
     table = completions_table(run.completions)
-    assert table.columns == ["step", "prompt", "completion"]
-    assert [row[0] for row in table.rows[::40]] == [1, 11, 21, 30] and len(table.rows) == 160
+    assert table.columns == ["prompt", "completion", "step"]  # a narrow screen shows the texts
+    assert [row[2] for row in table.rows[::40]] == [1, 11, 21, 30] and len(table.rows) == 160
     page = render_report("a run", {}, completions=table)
     assert "x" * 1999 + "…" in page and "x" * 2000 not in page
 

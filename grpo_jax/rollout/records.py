@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,8 @@ def read_records(place: str) -> Records:
     """
     if place.startswith(_HUB) and place != _HUB:
         name, config, split = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
-        return _loaded(lambda: _datasets().load_dataset(name, config or None, split=split or None), place, None)
+        files = [file for file in sorted(Path(name).rglob("*")) if file.is_file()]  # of a local folder
+        return _loaded(lambda: _load(name, files, name=config or None, split=split or None), place, None)
     path = Path(place)
     kind = path.suffix.lower()
     if os.path.isdir(path):  # written by `save_to_disk`
@@ -148,8 +150,21 @@ def _datasets() -> Any:
 
 
 def _load_file(builder: str, path: Path, **options: Any) -> Any:
-    """Convert a file once to Arrow, in the cache of `datasets`, and memory-map it."""
-    return _datasets().load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
+    return _load(builder, [path], data_files=glob.escape(str(path)), split="train", **options)
+
+
+def _load(source: str, files: Sequence[Path], **options: Any) -> Any:
+    """Convert files once to Arrow, in the cache of `datasets`, and memory-map it.
+
+    The cache's own key has their paths and times; a copy with `cp -p` keeps the time of its source.
+    """
+    content = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            content.update(hashlib.file_digest(file, "sha256").digest())
+    datasets = _datasets()
+    cache = os.path.join(datasets.config.HF_DATASETS_CACHE, "grpo_jax", content.hexdigest()[:32])
+    return datasets.load_dataset(source, cache_dir=cache if files else None, **options)
 
 
 @contextmanager

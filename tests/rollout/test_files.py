@@ -1,6 +1,7 @@
 """Data of every kind gives the same rows; instruction and messages follow the config, during and after training."""
 
 import json
+import os
 
 import numpy as np
 import pyarrow
@@ -28,27 +29,27 @@ TEMPLATE = (
 )
 
 
-def written(folder, kind):
+def written(folder, kind, records=RECORDS):
     """The records as data of a kind; what `data.prompts` calls it."""
     path = folder / f"p.{kind}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
     elif kind in ("csv", "tsv"):
         import csv
 
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
             sheet = csv.writer(file, delimiter="," if kind == "csv" else "\t")
-            sheet.writerows([list(RECORDS[0]), *(record.values() for record in RECORDS)])
+            sheet.writerows([list(records[0]), *(record.values() for record in records)])
     elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     else:
         import datasets
 
         if kind == "hub":
-            written(folder, "jsonl").rename(folder / "train.jsonl")
+            written(folder, "jsonl", records).rename(folder / "train.jsonl")
             return f"hub:{folder}"
         path = folder / "saved"
-        datasets.Dataset.from_list(RECORDS).save_to_disk(path)
+        datasets.Dataset.from_list(records).save_to_disk(path)
     return path
 
 
@@ -59,6 +60,20 @@ def test_every_kind_of_data_gives_the_same_rows(kind, tmp_path):
         (record["question"], {"answer": record["solution"]}) for record in RECORDS
     ]
     assert len({row.id for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "saved", "hub"])
+def test_replaced_data_of_the_same_age_are_read_anew(kind, tmp_path):
+    for number, record in enumerate(RECORDS[:2]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        place = written(folder, kind, [record])
+        (tmp_path / "now").unlink(missing_ok=True)
+        (tmp_path / "now").symlink_to(folder)
+        for path in folder.rglob("*"):
+            os.utime(path, (10**9, 10**9))
+        rows = load_prompts(str(place).replace(str(folder), str(tmp_path / "now")), held_out=0, columns=COLUMNS).train
+        assert [row.columns for row in rows] == [{"answer": record["solution"]}]
 
 
 def test_values_without_a_type_of_their_own_are_values_again(tmp_path):

@@ -5,6 +5,7 @@ A name is package.module:object, or file.py:object relative to the working direc
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -61,15 +62,16 @@ def load_module(place: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file once, under a unique name."""
-    name = f"{FILE}{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    """Run a file once as a module; a changed file is another module, since Python's cache compares only times."""
+    content = path.read_bytes()
+    name = f"{FILE}{path.stem}_{hashlib.sha256(str(path.resolve()).encode() + content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py file has a loader
+    assert spec is not None and spec.origin  # a .py file has them
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # pickle needs the entry
     try:
-        spec.loader.exec_module(module)
+        exec(compile(content, spec.origin, "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

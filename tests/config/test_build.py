@@ -1,5 +1,7 @@
 """Every section of every task is built alike from files, Python and saved configs."""
 
+import os
+
 import pytest
 import yaml
 from support.imports import FILES
@@ -7,7 +9,7 @@ from support.text_task import ROOT
 
 from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.config.fields import ConfigField, Section, build, differences, identity, to_yaml, walk
-from grpo_jax.config.named import load_module
+from grpo_jax.config.named import load_module, load_object
 from grpo_jax.config.run import JUDGES, TASKS, Config, find_task, make_config
 from grpo_jax.config.sections import PolicySection, RewardSection
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
@@ -86,6 +88,15 @@ def test_anyones_task_and_judge_are_named_by_their_files(tmp_path, monkeypatch):
     assert saved["task"]["kind"] == f"{OWN_TASK}:Countdown"
     assert saved["judges"]["brightness"] == {"kind": f"{OWN_JUDGE}:Brightness", "pool": None, "red": 0.5}
     same_again(config, tmp_path)
+
+
+def test_a_file_that_changed_is_read_anew_even_at_the_same_age(tmp_path):
+    file = tmp_path / "mine.py"
+    for value in (1.0, 2.0):
+        file.write_text(f"def score(completions):\n    return [{value}]\n")
+        os.utime(file, (10**9, 10**9))
+        score = load_object(f"{file}:score", "reward")
+        assert score(["a"]) == [value] and load_object(f"{file}:score", "reward") is score
 
 
 def test_objects_of_python_stand_in_their_places():

@@ -30,13 +30,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config.sections import MeshSection
-    from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
+    from grpo_jax.runs.directory import finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.loading import load
-    from grpo_jax.runs.policy import START, restore_variables, run_config
+    from grpo_jax.runs.policy import restore_variables, run_config
     from grpo_jax.runs.processes import enable_compile_cache
     from grpo_jax.runs.results import find, samples_of, samples_tables, statistics_of
-    from grpo_jax.runs.session import Progress, require_same_task
 
     enable_compile_cache()
     config = run_config(options.run)
@@ -55,11 +54,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         ctx = load(config, info, leaving=leaving)
         if not ctx.test_rows:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
-        variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint)
-        folder = RunDirectory(options.run).checkpoints
-        if options.checkpoint != START:
-            identity = Progress.read(meta, folder).identity["task"]
-            require_same_task(identity, ctx.task_data.identity, folder)
+        identity = ctx.task_data.identity
+        variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint, identity)
         evaluations = measure_all(ctx, variables)
     findings = find(ctx, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {

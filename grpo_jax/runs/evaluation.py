@@ -24,7 +24,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures
-from grpo_jax.runs.policy import START, restore_variables, run_config
+from grpo_jax.runs.policy import START, restore_variables, run_config, weights_identity
 from grpo_jax.tasks.task import Info
 from grpo_jax.training.estimators import total_rewards
 
@@ -238,8 +238,10 @@ class Asker:
         config = run_config(run_dir).replace(on_judge_error="stop")
         self.ctx = load(config, info, leaving=leaving)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
-        loaded = self.ctx.policy.variables
-        self._restore = functools.lru_cache(2)(functools.partial(restore_variables, loaded, run_dir))
+        policy = self.ctx.policy
+        identity = weights_identity(config, policy, teacher=False)
+        restore = functools.partial(restore_variables, policy.variables, run_dir, identity=identity)
+        self._restore = functools.lru_cache(2)(restore)
 
     def row(self, prompt: str, seed: int) -> Row:
         """Return the row of a prompt, with the columns and pictures of a held-out prompt of the same text, if any.

@@ -55,6 +55,7 @@ from grpo_jax.runs.policy import (
     make_see,
     policy_folder,
     unused_chat_mark,
+    weights_identity,
 )
 from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.python_input import kept_prompts
@@ -216,6 +217,9 @@ def load(
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", told)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
+    weights = weights_identity(config, policy, teacher=ahead is not None)
+    require_same(weights)
+    data = dataclasses.replace(data, identity={**data.identity, **weights})
     choices = data.choices
     allowed = policy_tokens(config, policy.folder)
     trie = choices_trie(config, choices and choices.texts, policy.folder)

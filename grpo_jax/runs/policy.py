@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from grpo_jax.config.sections import LoraSection, MeshSection
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import process_count
+from grpo_jax.models.hf.weights import weight_files
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.random_init import write_policy
@@ -29,7 +30,8 @@ from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prep
 from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import EVALUATED, Checkpoints
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.session import Record
+from grpo_jax.runs.processes import digest_files
+from grpo_jax.runs.session import WEIGHTS, Progress, Record, require_same_task
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -53,7 +55,7 @@ def policy_folder(config: Config) -> str:
     if path == NEW:
         return str(RunDirectory(str(config.run_dir)).start)
     require(path, "policy.path", "a Hugging Face folder or hub id", path)
-    folder = str(own_package("bridges").bundled(path, "policy") or path)
+    folder = _bundled(path)
     # Its files are read again at the end, when a reward may have changed the working directory.
     return os.path.abspath(folder) if os.path.exists(folder) else folder
 
@@ -129,7 +131,7 @@ def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callabl
     section = config.policy.replace(path=path, lora=LoraSection(), quantised="none")
     leaf = jax.tree.leaves(policy.variables)[0]
     devices = list(leaf.devices()) if policy.mesh is None else list(policy.mesh.devices.flat)
-    teacher = load_policy(str(own_package("bridges").bundled(path, "policy") or path), section, devices=devices)
+    teacher = load_policy(_bundled(path), section, devices=devices)
     same = teacher.folder.tokenizer.get_vocab() == policy.folder.tokenizer.get_vocab()
     same = same and teacher.config.vocab_size == policy.config.vocab_size
     require(same, "algorithm.teacher", "a policy with the tokens of policy.path", path)
@@ -137,6 +139,19 @@ def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callabl
     parts = config.training.minibatches * config.training.grad_accumulation_steps
     look = make_forward_step(forward, grad_accumulation_steps=parts)
     return lambda batch: look(teacher.variables, batch).logprobs
+
+
+def weights_identity(config: Config, policy: Policy, *, teacher: bool) -> dict[str, str]:
+    """Return digests of the frozen weights, which checkpoints lack: of an adapted base, a tower and the teacher."""
+    folders = {"policy.path": policy.folder.path} if policy.lora or VISUAL in policy.variables else {}
+    if teacher and config.algorithm.teacher:
+        folders["algorithm.teacher"] = hf.resolve_folder(_bundled(config.algorithm.teacher))
+    return {f"{WEIGHTS} of {name}": digest_files(weight_files(folder)) for name, folder in folders.items()}
+
+
+def _bundled(path: str) -> str:
+    """Return the folder of a bundled policy, or the path itself."""
+    return str(own_package("bridges").bundled(path, "policy") or path)
 
 
 def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) -> str:
@@ -186,7 +201,8 @@ def restore_policy(
     config = run_config(run_dir)
     config = config.replace(policy=config.policy.replace(mesh=MeshSection()))
     policy = load_run_policy(config, [_policy_device(config)], lambda *_: None, pictures=pictures)
-    variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
+    identity = weights_identity(config, policy, teacher=False)
+    variables, meta = restore_variables(policy.variables, run_dir, checkpoint, identity)
     return config, policy.replace(variables=variables), meta
 
 
@@ -205,15 +221,19 @@ def _policy_device(config: Config) -> jax.Device:
     return placement.policy_devices(first)[0]
 
 
-def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:
+def restore_variables(
+    variables: Variables, run_dir: str | Path, checkpoint: str, identity: Mapping[str, str]
+) -> tuple[Variables, Record]:
     """Restore a checkpoint's trained variables beside the frozen ones of `variables`, and its meta.
 
-    `START` is the loaded policy before any training.
+    `START` is the loaded policy before any training. UserError if the checkpoint's task has another `identity`.
     """
     if checkpoint == START:
         return variables, {"step": 0}
     with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
         state, meta = checkpoints.restore(checkpoint, {EVALUATED: trained_weights(variables)})
+    if identity:
+        require_same_task(Progress.read(meta, checkpoints.folder).identity["task"], identity, checkpoints.folder)
     return {**variables, **state[EVALUATED]}, meta
 
 

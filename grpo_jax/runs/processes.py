@@ -133,7 +133,7 @@ def start_facts(config: Config) -> dict[str, str]:
     """Return the config by field with digests in place of paths, and the versions of code and packages."""
     facts = {name: str(_described(value)) for name, value in flat(config.model_dump()).items()}
     del facts["run_dir"]
-    facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))
+    facts["the code of grpo_jax"] = digest_files(Path(__file__).parents[1].rglob("*.py"))
     return facts | {f"the version of {name}": version for name, version in versions().items()}
 
 
@@ -147,11 +147,11 @@ def _described(value: Any) -> Any:
     if not isinstance(path, str) or not os.path.exists(path):
         return value
     files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
-    return f"{member} of files of digest {_digest(files)}".removeprefix(" of ")
+    return f"{member} of files of digest {digest_files(files)}".removeprefix(" of ")
 
 
-def _digest(paths: Iterable[Path]) -> str:
-    """Digest the sorted files; for large ones, 64 evenly spread blocks."""
+def digest_files(paths: Iterable[Path]) -> str:
+    """Digest the sorted files; of those above 64 MiB, 64 evenly spread blocks of a MiB."""
     digest = hashlib.sha256()
     for path in sorted(path for path in paths if path.is_file()):
         size = path.stat().st_size

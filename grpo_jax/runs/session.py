@@ -35,6 +35,8 @@ Record = dict[str, Any]
 """A JSON object."""
 MISSING_ITERATIONS = 3
 """Iterations in a row without a reward, after which a run stops."""
+WEIGHTS = "weights"
+"""Begins the names of digests of frozen weights in a task's identity."""
 SCORE = "score"
 """As evaluation.best_by: the maximised measure."""
 
@@ -92,11 +94,14 @@ def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str
 
 
 def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming the differences if a checkpoint has other data; training rows may differ."""
+    """Raise UserError naming the differences if a checkpoint has other data or models; training rows may differ.
+
+    Checkpoints of earlier versions lack digests of weights.
+    """
     changed = [
         f"{name}: {saved.get(name)} → {value}"
         for name, value in task.items()
-        if name != TRAINING_ROWS and saved.get(name) != value
+        if name != TRAINING_ROWS and saved.get(name, value if name.startswith(WEIGHTS) else None) != value
     ]
     if changed:
         raise UserError(

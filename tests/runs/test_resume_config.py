@@ -1,13 +1,16 @@
 """Changes allowed on resume: memory, paths, length of training; not learning."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import yaml
-from support.text_task import rewound, rows, train_here
+from support.text_task import rewound, rows, train_here, train_values
+from support.tiny_models import causal_lm
 
-from grpo_jax import evaluate
+from grpo_jax import evaluate, export, predict
+from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 
 JUDGE = '''
 from grpo_jax import Judge
@@ -140,3 +143,36 @@ def test_changed_held_out_rows_are_refused_and_changed_training_rows_are_noted(c
     assert train_here(config, run, "--resume", "--training.max_steps=2") == 0
     assert "warning: the training rows have changed: 8 of digest" in capsys.readouterr().out
     assert evaluate.main(["--run", str(run)]) == 0
+
+
+def test_another_base_or_teacher_of_the_same_shapes_is_refused(config, tmp_path, capsys):
+    """The checkpoints of a LoRA run lack both; one that was written before they had digests is accepted."""
+    values = yaml.safe_load(config.read_text())
+    base, other, teacher = (causal_lm(tmp_path / str(seed), seed=seed, num_hidden_layers=1) for seed in range(3))
+    values["policy"] |= {"path": str(base), "lora": {"rank": 2}}
+    values["algorithm"] = {"advantage": "opd", "preset": "bnpo", "teacher": str(teacher)}
+    values["data"]["held_out"] = 0.25
+    run, resumed = tmp_path / "run", ["--resume", "--training.max_steps=2"]
+    train_values(values, run, "--training.max_steps=1", judge="work:0")
+    commands = {
+        "resume": lambda: train_here(config, run, *resumed),
+        "evaluate": lambda: evaluate.main(["--run", str(run)]),
+        "export": lambda: export.main(["--run", str(run), "--out", str(tmp_path / "out")]),
+        "predict": lambda: predict.main(["--run", str(run), "--prompt", "a"]),
+    }
+    for folder, field, names in ((base, "policy.path", commands), (teacher, "algorithm.teacher", ["resume"])):
+        file, kept = folder / "model.safetensors", tmp_path / "kept"
+        file.rename(kept)
+        shutil.copy(other / file.name, file)
+        for name in names:
+            capsys.readouterr()
+            assert commands[name]() == 2
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+            assert f"{run / 'checkpoints'} was made with other data or models (weights of {field}: " in line, name
+        kept.rename(file)
+    assert commands["evaluate"]() == commands["predict"]() == 0
+    content = read_manifest(run / "checkpoints" / "step_1")
+    task = content["meta"]["progress"]["identity"]["task"]
+    assert [task.pop(f"weights of {field}") for field in ("policy.path", "algorithm.teacher")]
+    write_manifest(run / "checkpoints" / "step_1", content)
+    assert commands["resume"]() == 0

@@ -81,12 +81,13 @@ def summarise(
     suspect: list[str] = []  # eval rewards that fell since the start
     if improvement is not None and improvement > 0:
         suspect = fallen(progress.notes.get("watched", {}).get("test", {}), eval_reward_values(ctx, after["greedy"]))
+    relative = improvement / baseline if improvement is not None and baseline and baseline > 0 else None
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
         "reward": reward,
         "improvement": improvement,
-        "relative_improvement": improvement / abs(baseline) if baseline and improvement is not None else None,
+        "relative_improvement": relative,
         "iterations": progress.iteration,
         "suspect": suspect,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},

@@ -146,7 +146,10 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
     assert row["validation/score"] == pytest.approx(1 - 0.5 * 5 - 0.25 * row["validation/completion_tokens"] / 8)
     for kind, name in (("before", "baseline_reward"), ("after", "reward")):
         tokens = summary["evaluation"]["completion_tokens"][kind]
-        assert summary[name] == pytest.approx(1 - 0.5 * 5 - 0.25 * tokens / 8)
+        assert summary[name] == pytest.approx(1 - 0.5 * 5 - 0.25 * tokens / 8) and summary[name] < 0
+    assert summary["relative_improvement"] is None  # a share of a negative reward means nothing
+    (line,) = re.findall("baseline reward.*", (folder / "train.log").read_text())
+    assert line.endswith(f"improvement {summary['improvement']:+.3f}")
 
     # Whatever this run has measured of which no reward has the name, none can have.
     measured = {name for key in row if (name := key.removeprefix("validation/")) != key} | {*summary["evaluation"]}

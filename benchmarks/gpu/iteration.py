@@ -70,7 +70,7 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
     update = make_update(
         policy,
         optimizer,
-        config.algorithm,
+        config.resolved_algorithm,
         config.training,
         temperature=section.temperature,
         max_new_tokens=section.written_tokens,
@@ -128,7 +128,7 @@ def learn_from(config: Any, prompts: Any, samples: Any, rewards: jax.Array) -> A
         weights={"brightness": 1.0},
         max_new_tokens=config.sampling.max_new_tokens,
     )
-    return make_batch(prompts, samples, objectives, np.ones(rows[0], bool), config.algorithm)
+    return make_batch(prompts, samples, objectives, np.ones(rows[0], bool), config.resolved_algorithm)
 
 
 @functools.cache

@@ -80,9 +80,6 @@ class Config(BaseConfig):
         self._check_rewards()
         self._check_sampling()
         self._check_training()
-        if self.algorithm.importance_cap is None:
-            capped = self.algorithm.replace(importance_cap=_LAGGING_CAP if self.training.async_level else 0.0)
-            object.__setattr__(self, "algorithm", capped)
         self.task.check(self)
 
     @property
@@ -99,6 +96,17 @@ class Config(BaseConfig):
     def learning_rate(self) -> float:
         """Return the peak learning rate: the configured one, or a safe one for full training or adapters."""
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]
+
+    @property
+    def resolved_algorithm(self) -> sections.AlgorithmSection:
+        """Return the section algorithm with its importance_cap: the configured one, or the default of async_level."""
+        cap, default = self.algorithm.importance_cap, _LAGGING_CAP if self.training.async_level else 0.0
+        return self.algorithm.replace(importance_cap=default if cap is None else cap)
+
+    @property
+    def resolved(self) -> Config:
+        """Return the config with its `resolved_algorithm`; a checkpoint's identity holds it."""
+        return self.replace(algorithm=self.resolved_algorithm)
 
     def _check_rewards(self) -> None:
         labels = [reward.called for reward in self.rewards]

@@ -123,7 +123,7 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
         batch = batch._replace(pictures=_shown_pictures(config, policy, state, shown, batch.tokens.shape[:2]))
     whole = training.replace(minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     forward = make_forward(policy, temperature=sampling.temperature)
-    prepare = make_preparation(forward, config.algorithm, config.ppo, whole)
+    prepare = make_preparation(forward, config.resolved_algorithm, config.ppo, whole)
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
     if policy.mesh is None:
         return shapes
@@ -210,7 +210,7 @@ def run_programs(
     policy = Policy.from_section(config.policy, model, mesh, platform)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     programs = _sampling_programs(config, policy, state, shown)
-    if needs_old_logprobs(config.algorithm, config.training) or needs_reference(config.algorithm, config.ppo):
+    if needs_old_logprobs(config.resolved_algorithm, config.training) or needs_reference(config.algorithm, config.ppo):
         programs["logprobs"] = _logprobs_program(config, policy, state, shown)
     return programs | {"update": _update_program(config, policy, state, shown)}
 
@@ -257,7 +257,7 @@ def _update_program(config: Config, policy: Policy, state: TrainState, shown: Sh
     step = make_configured_step(
         make_forward(policy, temperature=config.sampling.temperature),
         make_learner(config, policy, 1).optimizer,
-        config.algorithm,
+        config.resolved_algorithm,
         config.training,
         config.ppo,
         max_new_tokens=config.sampling.written_tokens,

@@ -122,7 +122,7 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full:
         rollout.samples,
         objectives,
         informative_groups(objectives, ctx.config.algorithm),
-        ctx.config.algorithm,
+        ctx.config.resolved_algorithm,
         pictures=rollout.pictures,
         mesh=mesh if process_count() == 1 else None,  # each process takes its shard below
         full=full,

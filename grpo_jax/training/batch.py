@@ -259,7 +259,7 @@ def full_batch(
     device: jax.Device | None = None,
 ) -> Batch:
     """Return a batch of zeros with prompts (P, L), completions of maximal length, and rewards of these weights."""
-    sampling, algorithm, weights = config.sampling, config.algorithm, weights or {"": 1.0}
+    sampling, algorithm, weights = config.sampling, config.resolved_algorithm, weights or {"": 1.0}
     shape = (prompts[0], sampling.group_size, sampling.stream_tokens)
     written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
     samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))

@@ -376,7 +376,7 @@ def make_learner(
     update = make_update(
         policy,
         optimizer,
-        config.algorithm,
+        config.resolved_algorithm,
         config.training,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.written_tokens,

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
@@ -67,6 +67,12 @@ Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance
 """A list of texts, or a single one."""
 
 
+def _leaf_types(hint: Any) -> set[Any]:
+    """Return the types of a field's value, and of the entries of its list or mapping."""
+    inner = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    return {hint} if get_origin(hint) is Literal or not inner else set().union(*map(_leaf_types, inner))
+
+
 class Section(BaseModel):
     """A section of a config, a task or a judge; the docstring of a field is its help.
 
@@ -86,6 +92,16 @@ class Section(BaseModel):
             raise UserError(*(f"{name}.{line}" for line in mistakes(type(self), values, error))) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes nested sections itself
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a boolean for a number, which pydantic and YAML (`on`, `yes`) take for 1."""
+        types = _leaf_types(cls.model_fields[info.field_name or ""].annotation)
+        entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+        if types & {int, float} and not types & {bool, Any} and any(isinstance(entry, bool) for entry in entries):
+            raise ValueError(f"expected a number, got {short_repr(value)} (YAML reads yes and on as true)")
+        return value
 
     def model_post_init(self, context: Any) -> None:
         """Check the fields against each other."""

@@ -113,6 +113,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             seen.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        """Leave 1:30 and 010 as text, which YAML 1.1 reads as 90 and 8."""
+        if ":" in node.value or re.fullmatch(r"[-+]?0\d+", node.value):
+            return node.value
+        return self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
+
+
+for _kind in ("int", "float"):
+    _UniqueKeyLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _UniqueKeyLoader.construct_number)
+
 
 def read_yaml(text: str) -> Any:
     """Parse YAML to plain data that can be written again; errors are one-line ValueErrors."""

@@ -1,6 +1,7 @@
 """Errors in a config: one line with the field, the expected value and the given one, or the nearest name."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -11,7 +12,7 @@ from support.text_task import ROOT
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.other_names import ALL_NAMES
 from grpo_jax.config.run import make_config
-from grpo_jax.config.sections import LoraSection, SamplingSection
+from grpo_jax.config.sections import LoraSection, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.train import main
 
@@ -23,6 +24,8 @@ TABLE = f"""
 --sampling.top_p=0 | sampling.top_p: expected a number > 0, got '0'
 --algorithm.clip_low=2 | algorithm.clip_low: expected a number <= 1, got '2'
 --ppo.gae_lambda=nan | ppo.gae_lambda: expected a finite number
+--training.max_hours=1:30 | training.max_hours: expected a number, got '1:30'
+--training.max_steps=yes | training.max_steps: expected a whole number, got 'yes'
 --training.max_steps=2.5 | training.max_steps: expected a whole number, got '2.5'
 --policy.matmul_precision=half | policy.matmul_precision: expected 'default', 'high', 'highest' or 'bfloat16', got
 --policy.lora.vision=2 | policy.lora.vision: expected true or false, got '2'
@@ -138,6 +141,11 @@ def test_a_mistake_is_one_line(words, message, capsys):
         ("training.max_step", 3, "training.max_step: no such field; did you mean training.max_steps?"),
         ("num_generations", 4, "num_generations: no such field; here it is sampling.group_size"),
         ("sampling.top_p", 2.0, "sampling.top_p: expected a number <= 1, got "),
+        (
+            "rewards",
+            [{"name": "m:f", "weight": True}],
+            "rewards[0].weight: expected a number, got True (YAML reads yes",
+        ),
         ("rewards", [{"name": "m:f", "threshold": "no"}], "rewards[0].threshold: expected a number, got 'no'"),
     ],
 )
@@ -156,7 +164,30 @@ def test_a_file_an_argument_and_python_are_told_the_same(name, value, message, t
         assert str(raised.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: {max_hours: 1:30}", "training.max_hours: expected a number, got '1:30'"),
+        (
+            "optimizer: {learning_rate: on}",
+            "optimizer.learning_rate: expected a number, got True (YAML reads yes and on",
+        ),
+        ("training: {max_steps: yes}", "training.max_steps: expected a number, got True"),
+        ("data: {forbidden_tokens: [3, no]}", "data.forbidden_tokens: expected a number, got [3, False]"),
+    ],
+)
+def test_booleans_and_times_of_yaml_are_no_numbers(text, message, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"task: text\n{text}\n")
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse([f"--config={tmp_path / 'c.yaml'}"])
+    (tmp_path / "c.yaml").write_text("task: text\ntraining: {max_steps: 010, max_hours: 1.5e0}\nresume: on\n")
+    config = parse([f"--config={tmp_path / 'c.yaml'}"])
+    assert (config.training.max_steps, config.training.max_hours, config.resume) == (10, 1.5, True)
+
+
 def test_ranges_hold_for_sections_of_python_too():
+    with pytest.raises(UserError, match=r"TrainingSection.max_steps: expected a number, got True"):
+        TrainingSection(max_steps=True)
     with pytest.raises(UserError, match=r"SamplingSection.top_p: expected a number <= 1, got 2"):
         SamplingSection(top_p=2.0)
     with pytest.raises(UserError, match=r"LoraSection.rank: expected a whole number, got 2.5"):

@@ -8,8 +8,10 @@ config.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from typing import Literal
 
 from grpo_jax.errors import short_repr
@@ -144,11 +146,32 @@ def exact_match(
     return [value(text, right) for text, right in zip(completions, answer, strict=True)]
 
 
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3}){1,99}(?![,\d])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+−])?"  # a sign, but not a minus between two numbers
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?:\.\d+)?|\.\d+)"
-    r"(?:[eE][-+]?\d{1,3}(?!\d))?"
+    r"((?<![\w.)\]])[-+−–]|(?<== )[-−–] )?"  # a sign, but not a minus between two numbers
+    rf"(?:(?<![\d.,/])(?:(\d+) +)?({_DECIMAL}) ?/ ?({_DECIMAL})(?!\d| ?/ ?\d)|({_DECIMAL}))"
 )
+"""A number: its sign; whole part, numerator and denominator of a fraction; or a decimal."""
+_MOST_DIGITS = 1000
+_PLAIN = [
+    (re.compile(pattern), text)
+    for pattern, text in (
+        (r"\{,\}|(?<=\d)\\,(?=\d{3}(?!\d))", ","),
+        (r"\\!", ""),
+        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", " "),
+        (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}(?:\s*\^\s*\{?\d\}?)?", r" \1 "),  # also a unit's power
+        (r"(?<=[a-zA-Z]{2})\^\{?[23]\}?", ""),
+        (r"\\(?:left|right|displaystyle|quad|[,;:$%()\[\] ])", " "),
+        (r"(?<=\d)\s*(?=\\[cdt]?frac)", " "),
+        (rf"\\[cdt]?frac\s*(?:\{{\s*([-+−]?{_DECIMAL})\s*\}}|(\d))\s*(?:\{{\s*({_DECIMAL})\s*\}}|(\d))", r"\1\2/\3\4"),
+    )
+]
+"""LaTeX around a number, and its replacement."""
+_MATHS = re.compile(r"[\\^_+±√π×·]")
+_VARIABLE = re.compile(r"(?:\s*[-−–*/]\s*)?[a-zA-Z](?![a-zA-Z])")  # as in 2x or 2 - x, but not a unit
+_OPERATOR = r"(?:\\(?:sqrt|pi|cdot|times|pm|[cdt]?frac)|[\^√π×·±])"
+_ARGUMENT = re.compile(rf"(?:(?:{_OPERATOR}|\w_)\s*\{{?|\\(?!boxed)[a-zA-Z]+\s*(?:\[[^\]]*\]\s*)?\{{|\}}\s*\{{)\s*$")
+_FACTOR = re.compile(rf"\s*{_OPERATOR}")
 
 
 def numeric_answer(
@@ -161,39 +184,91 @@ def numeric_answer(
 ) -> list[float | None]:
     r"""Return 1 if a completion's number equals the answer's, else 0; None for a row whose answer is None.
 
-    A text's number is the only number in its last \boxed{…}; without a box, it is the last number of the text. An
-    answer may thus be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and 1e3 is
-    1000. A comma is a thousands separator; units and percent signs are ignored.
+    A completion's number is the only number in its last \boxed{…}; without a box, it is its last number. An answer is
+    one number, perhaps in a sentence; of a whole solution, the number in its last \boxed{…} or after its last ####.
+    Numbers are compared exactly: 1,234.50 is 1234.5, 1e3 is 1000, and 3/4, \frac{3}{4} and 0.75 are equal, as are
+    1 1/2 and 1.5. A comma is a thousands separator; units and percent signs are ignored. Roots, powers and variables
+    are no numbers.
 
     Args:
         answer: Per completion, a number or a text with one.
         tolerance: Allowed deviation, relative to the answer; absolute for answers below 1.
 
     Raises:
-        ValueError: An answer contains no number.
+        ValueError: An answer holds no number, or several. A run refuses it before it starts, with its row.
     """
-    share = Decimal(str(tolerance))
+    share = Fraction(str(tolerance))
 
     def value(text: str, right: object) -> float | None:
         if right is None:
             return None
-        expected = _number_of(str(right))
-        number = _number_of(text)
-        if expected is None:
-            raise ValueError(f"the answer {short_repr(right)} holds no single number; exact_match compares texts")
+        expected, number = _number_of_answer(right), _number_of(text)
         if number is None:
             return 0.0
-        return float(number == expected or abs(number - expected) <= share * max(Decimal(1), abs(expected)))
+        return float(abs(number - expected) <= share * max(1, abs(expected)))
 
     return [value(text, right) for text, right in zip(completions, answer, strict=True)]
 
 
-def _number_of(text: str) -> Decimal | None:
+def _check_answer(columns: Mapping[str, object]) -> None:
+    """Raise ValueError for a row's columns whose answer is no number."""
+    if columns.get("answer") is not None:
+        _number_of_answer(columns["answer"])
+
+
+numeric_answer.check_row = _check_answer  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _number_of_answer(answer: object) -> Fraction:
+    text = str(answer)
     boxed = _boxed(text)
-    numbers = _NUMBER.findall(text if boxed is None else boxed.replace("{,}", ",").replace("\\!", ""))
-    if not numbers or (boxed is not None and len(numbers) > 1):  # a box with a fraction or a pair
+    number = _only_number(text.rpartition("####")[2] if boxed is None else boxed)
+    if number is None:
+        raise ValueError(f"the answer {short_repr(answer)} holds no single number; exact_match compares texts")
+    return number
+
+
+def _number_of(text: str) -> Fraction | None:
+    """Return the number of a completion."""
+    boxed = _boxed(text)
+    if boxed is not None:
+        return _only_number(boxed)
+    end = max(map(text.rfind, string.digits))
+    text = _plain(text[max(0, end - 2 * _MOST_DIGITS) : end + 40])  # around the last number
+    numbers = [*_NUMBER.finditer(text)]
+    last = numbers[-1] if numbers else None
+    if last is None or _FACTOR.match(text, last.end()) or _ARGUMENT.search(text[: last.start()][-40:]):
         return None
-    return Decimal(numbers[-1].replace(",", "").replace("−", "-"))
+    return _value(last)
+
+
+def _only_number(text: str) -> Fraction | None:
+    """Return the number of a text that holds one and no other mathematics."""
+    text = re.sub(r"^\s*[-−–]\s+", "-", _plain(text))
+    numbers = [*_NUMBER.finditer(text)]
+    if len(numbers) != 1:
+        return None
+    before, after = text[: numbers[0].start()], text[numbers[0].end() :]
+    part = before.rstrip().endswith(("-", "−", "–", "/")) or _VARIABLE.match(after) or _MATHS.search(before + after)
+    return None if part else _value(numbers[0])
+
+
+def _plain(text: str) -> str:
+    """Return a text with plain fractions, and without the LaTeX that surrounds numbers."""
+    for pattern, replacement in _PLAIN:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    sign, *parts = number.groups()
+    if len(number[0]) > _MOST_DIGITS:
+        return None
+    whole, numerator, denominator, decimal = (Fraction(Decimal((part or "0").replace(",", ""))) for part in parts)
+    if parts[1] and not denominator:
+        return None
+    value = whole + numerator / denominator if parts[1] else decimal
+    return -value if sign and sign != "+" else value
 
 
 def _boxed(text: str) -> str | None:

@@ -15,7 +15,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import IN_PYTHON, load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError, failures_as, one_line, short_name
+from grpo_jax.errors import Problems, UserError, failures_as, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
     Columns,
@@ -201,6 +201,18 @@ def require_columns(
             f"reward {reward}: no column fills its argument {name!r}; the data has {', '.join(columns) or 'none'}: "
             f"name one by data.columns.{name}, or give the argument a default"
         )
+
+
+def require_values(rewards: ResolvedRewards, rows: Iterable[Row]) -> None:
+    """Raise UserError for rows whose columns a reward's `check_row(columns)`, if it has one, refuses by ValueError."""
+    for reward in (*rewards.maximised, *rewards.evaluated):
+        check, problems = getattr(reward.function, "check_row", None), Problems()
+        for row in rows if check else ():
+            try:
+                check(row.columns)
+            except ValueError as error:
+                problems.add(f"row {row.id}: {error}")
+        problems.refuse(f"reward {reward.name}")
 
 
 def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:

@@ -42,7 +42,14 @@ from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, po
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.reward_registry import ResolvedRewards, bind, judge_named, require_columns, resolve_rewards
+from grpo_jax.rollout.reward_registry import (
+    ResolvedRewards,
+    bind,
+    judge_named,
+    require_columns,
+    require_values,
+    resolve_rewards,
+)
 from grpo_jax.rollout.rewards import JudgedBatch, Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.directory import RunDirectory
@@ -182,7 +189,9 @@ def load(
     iterations = config.training.max_steps or config.training.num_epochs * batches
     resolved = resolve_rewards(config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards)
     require_names(config, resolved, data.environment.controls)
-    require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
+    rows = all_rows(data.prompts)
+    require_columns(resolved, data.rewards, tuple(config.judges), rows)
+    require_values(resolved, rows)
     info("rewards", resolved.describe())
     placed = own_package("bridges", "ray_pool").placed
     mine = config.judges if is_main_process() else {}
@@ -198,7 +207,6 @@ def load(
     on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
         info("devices", f"policy on {', '.join(map(str, devices))}")
-    rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)

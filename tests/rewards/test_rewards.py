@@ -46,6 +46,15 @@ def test_each_is_described_on_its_page():
         (r"so \boxed{12} as shown in 3 steps", "12"),
         (r"\boxed{1} no, \boxed{x = \text{about } 2} (see 9)", r"Therefore \boxed{2}."),
         (r"\boxed{12{,}000}", "12000"),
+        (r"\boxed{12\,000 \text{ m}^2}", "12000 cm^2"),
+        (r"It is $\frac{3}{4}$.", "3/4"),
+        (r"\boxed{\dfrac34}", "0.75"),
+        (r"\boxed{-1\frac{1}{2}}", "-1 1/2"),
+        (r"\boxed{- 5}", r"$x = -5$"),
+        ("so 3/4 of them", r"\frac{3}{4}"),
+        ("on 3/4/2020", "2020"),
+        (r"\boxed{30^\circ}", "30°C"),
+        (r"\boxed{50\%}", "50 %"),
         ("10000000000000000000000000000001", "10000000000000000000000000000001"),
     ],
 )
@@ -60,6 +69,14 @@ def test_the_number_of_an_answer_is_found(text, right):
         ("no idea", "42"),
         (r"\boxed{\frac{3}{4}}", "4"),  # its last number is no answer
         (r"\boxed{unknown} 42", "42"),
+        (r"\boxed{4}", r"\frac{3}{4}"),
+        ("2", "1/2"),
+        ("1/0", "0"),
+        (r"it is $5\sqrt{2}$", "2"),
+        (r"\boxed{2\pi}", "2"),
+        (r"\boxed{x - 5}", "5"),
+        (r"\boxed{\pm 5}", "5"),
+        ("9" * 5000, "9"),
         ("1000001", "1000000"),
         ("10000000000000000000000000000002", "10000000000000000000000000000001"),
     ],
@@ -73,10 +90,13 @@ def test_a_number_may_be_off_by_the_tolerance():
     assert values(rewards.numeric_answer, texts, [100, 100, 0, 0], tolerance=0.02) == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_an_answer_without_a_number_is_an_error_and_none_is_no_reward():
+@pytest.mark.parametrize(
+    "answer", ["x = y", r"5\sqrt{2}", "2x", "(3, 4)", "3,14", "6*7 = 42", r"\pm 5", "1/0", "5k", ""]
+)
+def test_an_answer_without_a_number_is_an_error_and_none_is_no_reward(answer):
     assert values(rewards.numeric_answer, ["1", "1"], [None, "1"]) == [None, 1.0]
-    with pytest.raises(RewardError, match="the answer 'x = y' holds no single number; exact_match compares texts"):
-        values(rewards.numeric_answer, ["1"], ["x = y"])
+    with pytest.raises(RewardError, match=r"the answer '.*' holds no single number; exact_match compares texts"):
+        values(rewards.numeric_answer, ["2"], [answer])
 
 
 def test_boxes_without_an_end_take_no_time_that_grows_with_their_number_squared():

@@ -182,8 +182,10 @@ def result_lines(summary: Values, display: Display = Display()) -> list[str]:
 
 
 def suspicions(summary: Values) -> list[str]:
-    """Return a line for each eval reward that fell while the reward rose."""
-    lines = []
+    """Return a line for each eval reward that fell while the reward rose, and for completions without an end."""
+    truncated, lines = summary.get("truncated_iterations", 0), []
+    if truncated and truncated >= min(summary["iterations"], 5):
+        lines.append(f"truncated: every completion of the last {truncated} iterations reached sampling.max_new_tokens")
     for name in summary.get("suspect", []):
         values = summary["evaluation"].get(name, {})
         before, after = (math.nan if (value := values.get(when)) is None else value for when in ("before", "after"))

@@ -7,7 +7,7 @@ import datetime
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -193,6 +193,8 @@ def load(
     require_columns(resolved, data.rewards, tuple(config.judges), rows)
     require_values(resolved, rows)
     info("rewards", resolved.describe())
+    for line in _training_warnings(config, resolved) if ahead is not None else ():
+        info("training", f"warning: {line}")
     placed = own_package("bridges", "ray_pool").placed
     mine = config.judges if is_main_process() else {}
     judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
@@ -274,6 +276,17 @@ def load(
         fns=fns._replace(encode_images=ctx.fns.encode_images),
         devices={**placement, **pools} if judges else {POLICY: ", ".join(map(str, devices))},
     )
+
+
+def _training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]:
+    """Yield a line for each value that is allowed, but destroys the policy or trains nothing."""
+    rates = {"optimizer": config.learning_rate, **({"sft": config.sft.learning_rate} if config.sft.steps else {})}
+    for section, rate in rates.items():
+        if not 1e-9 <= rate < 0.1:
+            yield f"{section}.learning_rate {rate:g}: an update moves each weight by about that; usual are 1e-7 to 1e-2"
+    algorithm = config.algorithm
+    if not (any(rewards.weights.values()) or algorithm.overlong_buffer or algorithm.advantage == "opd"):
+        yield "all weights of rewards are 0: no reward trains the policy"
 
 
 def _not_loaded(*_: Any, **__: Any) -> Any:

@@ -255,10 +255,11 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
 
 
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
-    """Count consecutive iterations in which a maximised reward was missing, or constant, and warn.
+    """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended, and warn.
 
     Returns:
-        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}}, and warnings.
+        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}, "truncated": iterations},
+        and warnings.
     """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
     streaks: dict[str, int] = {}
@@ -277,7 +278,11 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
                     f"the reward {name} was {value:g} for every completion of the last {count} iterations; the "
                     "policy learns nothing from it"
                 )
+    cut = rollout.samples is not None and rollout.samples.truncated.all()
+    truncated = notes.get("truncated", 0) + 1 if cut else 0
+    if truncated == _CONSTANT_ITERATIONS:
+        lines.append(f"every completion of the last {truncated} iterations reached sampling.max_new_tokens; raise it")
     never = [name for name, count in streaks.items() if count == done]
     if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")
-    return {"streaks": streaks, "constant": constant}, lines
+    return {"streaks": streaks, "constant": constant, "truncated": truncated}, lines

@@ -90,6 +90,7 @@ def summarise(
         "relative_improvement": relative,
         "iterations": progress.iteration,
         "suspect": suspect,
+        "truncated_iterations": progress.notes.get("truncated", 0),
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(ctx.test_rows),
         "seconds": dict(seconds),

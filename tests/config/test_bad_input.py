@@ -108,6 +108,15 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
     assert not run.exists()
 
 
+def test_values_that_destroy_the_policy_or_train_nothing_are_warned_about(refused, garbage, place, capsys):
+    arguments = ["--config", place.config, "--policy.path", garbage, "--run_dir", garbage.parent / "run"]
+    arguments += ["--optimizer.learning_rate=1e4", "--rewards", f"[{{name: '{place.judge}:brief', weight: 0}}]"]
+    assert main([*map(str, arguments)]) == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(lines) == 2 and "optimizer.learning_rate 10000: an update moves each weight by" in lines[0]
+    assert "all weights of rewards are 0: no reward trains the policy" in lines[1]
+
+
 def test_more_of_the_vocabulary_than_there_is(refused):
     assert "sampling.top_k: expected at most the policy's 272 tokens" in refused("--sampling.top_k", "273")
     assert "held-out prompts have no column 'kinds'" in refused("--evaluation.by", "kinds")

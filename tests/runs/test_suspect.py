@@ -81,9 +81,24 @@ def test_the_best_is_never_one_whose_watched_measures_fell(gamed):
     assert log.count("honest fell below the start: not the best") == 2 and "after iteration 1: honest" not in log
 
 
-def test_there_is_no_best_where_all_fell(config, tmp_path):
-    config = config | {"training": config["training"] | {"max_steps": 2}}
-    later = train(config | {"evaluation": {"every": 2, "samples": 0}}, tmp_path / "later")
-    assert later["best"] == {"iteration": 0, "validation_score": None}
-    with Checkpoints(tmp_path / "later" / "checkpoints", read_only=True) as checkpoints:
+@pytest.fixture(scope="module")
+def later(config, tmp_path_factory):
+    """A run of two iterations whose completions of one token have no end."""
+    folder = tmp_path_factory.mktemp("later") / "run"
+    short = config["sampling"] | {"max_new_tokens": 1}
+    values = config | {"training": config["training"] | {"max_steps": 2}, "sampling": short}
+    return folder, train(values | {"evaluation": {"every": 2, "samples": 0}}, folder)
+
+
+def test_there_is_no_best_where_all_fell(later):
+    folder, summary = later
+    assert summary["best"] == {"iteration": 0, "validation_score": None}
+    with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         assert "best" not in checkpoints.available()
+
+
+def test_a_run_whose_completions_never_end_says_so(later):
+    folder, summary = later
+    line = "truncated: every completion of the last 2 iterations reached sampling.max_new_tokens"
+    assert line in (folder / "train.log").read_text() and line in (folder / "report.html").read_text()
+    assert line in result_lines(summary) and line not in result_lines(summary | {"truncated_iterations": 0})

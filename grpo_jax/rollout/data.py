@@ -7,11 +7,12 @@ stores one number.
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +33,8 @@ RESERVED_COLUMNS = (
 PICTURE_MARK = "<image>"
 """Place of a picture in a prompt of plain text; it occurs once per picture, or never."""
 Result = TypeVar("Result")
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+_MUTABLE = (MutableSequence, MutableMapping, MutableSet, np.ndarray)
 _WORD = 2**32
 # Purposes of a seed: each has its own stream of random numbers.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4
@@ -253,6 +256,18 @@ def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[s
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}
+
+
+def own_copy(value: Any) -> Any:
+    """Copy nested lists, tuples, dictionaries, sets and NumPy arrays; share plain values and all other objects."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {name: own_copy(one) for name, one in value.items()}
+    if kind in (list, tuple, set):
+        return kind(value if _PLAIN.issuperset(map(type, value)) else map(own_copy, value))
+    return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
 
 
 class Encoded(NamedTuple):

@@ -229,8 +229,8 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
             listed = [*judge_names] or "none"
             raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
         judge_names = dict.fromkeys(judge_names, resolved.judge)
-    constants = {**{argument: judges[judge] for argument, judge in judge_names.items()}, **resolved.options}
-    return with_arguments(function, constants, messages=resolved.messages)
+    bound = {argument: judges[judge] for argument, judge in judge_names.items()}
+    return with_arguments(function, resolved.options, bound, messages=resolved.messages)
 
 
 def judge_named(name: str) -> AbstractContextManager[None]:

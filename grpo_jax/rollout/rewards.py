@@ -30,7 +30,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, failures_as, one_line
-from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, repeat_rows
+from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, own_copy, repeat_rows
 from grpo_jax.rollout.pictures import open_picture
 from grpo_jax.rollout.pipeline import at_work
 
@@ -157,9 +157,8 @@ def collect_rewards(
 def _call(function: Reward, name: str, arguments: Columns) -> object:
     at_work(f"reward {name}")
     with _blamed(name):
-        # Each reward gets its own lists, so that it cannot change another's input.
-        accepted = accepted_arguments(function, arguments)
-        return function(**{name: [*value] if type(value) is list else value for name, value in accepted.items()})
+        # Each call gets its own values, so that a reward cannot change the input of another one, or the stored rows.
+        return function(**own_copy(accepted_arguments(function, arguments)))
 
 
 def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
@@ -340,19 +339,25 @@ def required_arguments(reward: Reward) -> list[str]:
     return [one.name for one in _parameters(reward) or () if one.name in named and one.default is one.empty]
 
 
-def with_arguments(reward: Reward, constants: Mapping[str, object], *, messages: bool = False) -> Reward:
-    """Bind some arguments of a reward, such as options and judges; they shadow columns of the same name.
+def with_arguments(
+    reward: Reward,
+    options: Mapping[str, object],
+    judges: Mapping[str, object] = MappingProxyType({}),
+    *,
+    messages: bool = False,
+) -> Reward:
+    """Bind options and judges among a reward's arguments; they shadow columns of the same name.
 
     With `messages` the reward gets chat messages as its prompts and completions, as in TRL.
     """
-    if not (constants or messages):
+    if not (options or judges or messages):
         return reward
 
     @functools.wraps(reward)
     def bound(**arguments: object) -> object:
         if messages:
             arguments["prompts"], arguments["completions"] = (arguments[name] for name in MESSAGES)
-        return reward(**{**accepted_arguments(reward, arguments), **constants})
+        return reward(**{**accepted_arguments(reward, arguments), **judges, **own_copy(options)})
 
     if messages:
         own = inspect.signature(reward).parameters

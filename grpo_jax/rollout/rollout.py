@@ -9,6 +9,7 @@ U turns, T tokens, N rewards, W eval rewards. `RolloutFns` holds the functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -337,7 +338,7 @@ class _Chunk:
             judged.append(array)
         for place in places:
             numbers = np.concatenate([array[place] for array in judged]).tolist()
-            self._change_last(place, rewards=dict(zip(names, numbers, strict=True)))
+            self._change_last(place, rewards=MappingProxyType(dict(zip(names, numbers, strict=True))))
         return judged
 
     def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> Encoded:

@@ -40,6 +40,15 @@ def beside(completions, completion_messages, **kwargs):
     assert "prompt_messages" not in kwargs
     return [float(text == messages[0]["content"]) for text, messages in zip(completions, completion_messages)]
 
+def spoil(completions, extra, *, words):
+    words.append("more")
+    for one in extra:
+        one["seen"].append(len(words))
+    return [len(one["seen"]) for one in extra]
+
+def spared(completions, extra, **columns):
+    return [len(one["seen"]) for one in extra]
+
 def plain(prompts, completions, **kwargs):
     assert not {"prompt_messages", "completion_messages"} & kwargs.keys()
     return [len(text) for text in completions]
@@ -64,6 +73,8 @@ def finished(place, own, tmp_path_factory):
         f"{own}:late",
         {**length, "options": {"start": 0, "end": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"start": 0, "end": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
+        {"name": f"{own}:spoil", "options": {"words": ["a"]}},
+        f"{own}:spared",
         *trl,
     ]
     home = tmp_path_factory.mktemp("asked")
@@ -71,6 +82,7 @@ def finished(place, own, tmp_path_factory):
     for letter in "abcdefghijklmnop":
         talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
         lines.append({"prompt": talk if letter < "i" else f"{letter} 12", "wish": letter})
+        lines[-1]["extra"] = {"seen": [1, 2, 3]}
     (home / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = [f"--data.prompts={home / 'p.jsonl'}", "--rewards", json.dumps(rewards), "--training.max_steps=2"]
     assert train_here(place.config, home / "run", *words, *SHORT) == 0
@@ -99,6 +111,15 @@ def test_rewards_that_want_messages_get_them_and_others_texts(table):
     assert table["reward/format_reward"] == table["reward/plain"] == lengths
     assert table["reward/asked"] == [4.0 if chat else 2.0 for chat in chats]
     assert set(table["reward/beside"]) == {1.0}
+
+
+def test_a_reward_that_changes_its_columns_and_options_changes_no_other_input(finished):
+    """Neither another reward's, nor another completion's of the group, nor those of later calls."""
+    for step in (1, 2):
+        table = completions(finished, step)
+        assert set(table["reward/spoil"]) == {4.0} and set(table["reward/spared"]) == {3.0}
+    (section,) = [one for one in load_config(finished / "config.yaml").rewards if one.called == "spoil"]
+    assert section.options == {"words": ["a"]}
 
 
 def test_texts_that_the_policy_did_not_write_have_tokens_too():

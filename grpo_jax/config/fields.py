@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
 from grpo_jax.config.files import Fields, Values, read_yaml
-from grpo_jax.config.named import FILE, load_module
+from grpo_jax.config.named import FILE, load_module, without_numbers
 from grpo_jax.config.other_names import REMOVED, hint_for
 from grpo_jax.errors import FieldError, UserError, one_line, short_name, short_repr
 
@@ -366,5 +366,6 @@ def identity(config: Section) -> Fields:
 def differences(saved: Values, config: Section) -> list[str]:
     """Return the differences of a config from a saved `identity`, each as "name: saved → now"."""
     now = identity(config)
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    return [f"{name}: {saved.get(name)} → {now.get(name)}" for name in names]
+    changed = [(name, saved.get(name), now.get(name)) for name in {**saved, **now}]
+    changed = [one for one in changed if one[1] != one[2] and without_numbers(one[1]) != without_numbers(one[2])]
+    return [f"{name}: {before} → {after}" for name, before, after in changed]

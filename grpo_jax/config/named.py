@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import itertools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ FILE = "grpo_jax_file_"
 IN_PYTHON = "<given>"
 """Stands in a config for data given to `run` in Python: as data.prompts, and as the place of a function."""
 GIVEN_TOOLS: dict[str, Callable[..., Any]] = {}
-"""Tools of this process that nothing can import, by their name in a config."""
+"""Tools of this process that nothing can import, by their name in a config: "<given>:label", then "<given>:label#2"."""
 
 
 def load_object(path: str, what: str) -> Any:
@@ -113,6 +115,12 @@ def name_tools(tools: Any) -> Any:
 
 def _named(tool: Callable[..., Any]) -> str:
     name = import_path(tool, getattr(tool, "__name__", type(tool).__name__))
-    if name.startswith(IN_PYTHON):
-        GIVEN_TOOLS[name] = tool
-    return name
+    if not name.startswith(IN_PYTHON):
+        return name
+    numbered = (f"{name}#{number}" if number > 1 else name for number in itertools.count(1))
+    return next(one for one in numbered if GIVEN_TOOLS.setdefault(one, tool) == tool)  # bound methods are only equal
+
+
+def without_numbers(value: object) -> str:
+    """Describe a config's value without the numbers of tools from Python, which depend on earlier configs."""
+    return re.sub(rf"({IN_PYTHON}:[^'#]*)#\d+", r"\1", repr(value))

@@ -342,10 +342,11 @@ def _loaded(name: str) -> Any:
     if not name.startswith(IN_PYTHON):
         return load_object(name, "tool")
     if name not in GIVEN_TOOLS:
-        label = name.rpartition(":")[2]
+        label, _, number = name.rpartition(":")[2].partition("#")
+        which = f"{label} (object {number} of that name)" if number else label
         raise UserError(
-            f"data.tools: {label} was given in Python and nothing here can import it: call make_config(data={{'tools': "
-            f"[{label}]}}, …) with it again, or keep it in a module"
+            f"data.tools: {which} was given in Python and nothing here can import it: call make_config(data={{'tools': "
+            f"[{label}]}}, …) again, for all configs of its script in order, or keep it in a module"
         )
     return GIVEN_TOOLS[name]
 

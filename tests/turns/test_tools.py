@@ -1,6 +1,7 @@
 """Python functions and TRL's environments as tools: calls are parsed, run and answered, through the command."""
 
 import asyncio
+import functools
 import json
 import random
 
@@ -10,9 +11,10 @@ from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
 from grpo_jax.__main__ import main
-from grpo_jax.config.named import GIVEN_TOOLS
+from grpo_jax.config.named import GIVEN_TOOLS, load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import DataSection
+from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
@@ -290,6 +292,33 @@ def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(h
     GIVEN_TOOLS.clear()
     assert main(["evaluate", "--run", str(tmp_path / "run")]) == 2
     assert "error: data.tools: Countdown was given in Python and nothing here can import it" in capsys.readouterr().err
+
+
+def test_configs_of_one_process_keep_their_own_tools(home, tmp_path):
+    """All partials have one label. A new one continues a run, whatever was made before it."""
+    increments = load_object(f"{home}/tools.py:IncrementEnv", "tool")
+
+    class Sized(increments):
+        def __init__(self, size):
+            self.size = size
+
+        def get_reward(self):
+            return self.size
+
+    def config(size, run_dir, **changes):
+        given = values(home, [], turns=2)
+        given["data"]["tools"] = functools.partial(Sized, size)
+        return make_config(given | {"run_dir": str(tmp_path / run_dir)} | changes)
+
+    mine, other = config(1, "mine"), config(10, "other")
+    assert run(mine)["reward"] == 1
+    longer = config(1, "mine", resume=True)
+    assert longer.data.tools not in (mine.data.tools, other.data.tools)
+    longer = longer.replace(training=longer.training.replace(max_steps=3))
+    assert run(longer)["reward"] == 1
+    GIVEN_TOOLS.clear()
+    with pytest.raises(UserError, match=r"partial \(object 3 of that name\) was given in Python .* script in order"):
+        run(longer)
 
 
 def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys):

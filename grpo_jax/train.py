@@ -41,7 +41,8 @@ def run(
         config: The config from `make_config`; its run_dir must be set.
         prompts: Replaces data.prompts: a list of prompts, or of records {"prompt": …, column: …} as in a .jsonl file
             (also with "split"), a pandas DataFrame or a `datasets.Dataset` of such records, or a `PromptSet`. They are
-            stored in prompts.jsonl of the run directory, for --resume and evaluate.
+            stored in prompts.jsonl of the run directory, for --resume and evaluate. NumPy scalars become Python's; a
+            warning names a column that has neither JSON nor a Python literal, and then both need prompts again.
         rewards: Replaces config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for a
             missing one. It is a list, with the functions' own names, or {name: function}. An entry of config.rewards
             with the same name sets weight, condition, options and messages; otherwise the weight is 1. Every entry

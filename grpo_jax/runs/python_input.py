@@ -6,9 +6,11 @@ reward functions are the same if they can be imported.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,24 +60,50 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
             write_atomically(directory.prompts, lambda: _lines(prompts))
         elif directory.prompts.is_file():
             with directory.prompts.open("rb") as file:
-                if any(stored != line for stored, line in itertools.zip_longest(file, _lines(prompts))):
+                if not all(itertools.starmap(_same, itertools.zip_longest(file, _lines(prompts)))):
                     again = f"{directory.path} began with; leave prompts out"
                     raise UserError(f"--resume: the prompts are not those that {again}")
     except TypeError as error:
-        lost = f"a column is no JSON ({one_line(error)})"
-        warning(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
+        warning(
+            f"{one_line(error)}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)"
+        )
 
 
 def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
-            line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
+            literals = {name: _literal(name, value) for name, value in row.columns.items() if not _is_json(value)}
+            line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns | literals}
+            if literals:
+                line["literals"] = [*literals]
             if row.pictures:
                 line["pictures"] = [as_text(source) for source in row.pictures]
             if row.messages:
                 line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
             yield f"{json.dumps(line)}\n".encode()
+
+
+def _is_json(value: object) -> bool:
+    """Return whether JSON gives a value back unchanged, unlike tuples and keys that are numbers."""
+    with suppress(TypeError):
+        return repr(json.loads(json.dumps(value))) == repr(value)
+    return False
+
+
+def _literal(name: str, value: object) -> str:
+    """Return a column's value as a Python literal; TypeError if it has none."""
+    with suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(value)) == value:
+            return repr(value)
+    raise TypeError(f"the column {name} has no JSON and no Python literal ({short_repr(value)})")
+
+
+def _same(stored: bytes | None, line: bytes | None) -> bool:
+    """Return whether two lines hold one row, whatever the order of its sets."""
+    if stored == line or stored is None or line is None:
+        return stored == line
+    return _row(parse_json(stored)) == _row(parse_json(line))
 
 
 def kept_prompts(directory: RunDirectory) -> PromptSet:
@@ -91,7 +119,7 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
     for place, (number, line) in enumerate(records.all()):
         try:
             facts += np.array([facts_of(_row(line), place, SPLITS.index(line["split"]))], FACTS).tobytes()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
             reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
             raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
 
@@ -106,7 +134,8 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
 def _row(line: Record) -> Row:
     pictures = tuple(source_of(source, None) for source in line.get("pictures", ()))
     messages = tuple(Message(role, tuple(parts)) for role, parts in line.get("messages", ()))
-    return Row(line["id"], line["prompt"], line["columns"], pictures, messages)
+    literals = {name: ast.literal_eval(line["columns"][name]) for name in line.get("literals", ())}
+    return Row(line["id"], line["prompt"], line["columns"] | literals, pictures, messages)
 
 
 def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
@@ -127,7 +156,8 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     for place, record in enumerate(listed):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    return load_prompts(listed, **how)
+    plain = [{name: one.item() if isinstance(one, np.generic) else one for name, one in row.items()} for row in listed]
+    return load_prompts(plain, **how)
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 
 import numpy as np
@@ -16,14 +17,20 @@ from grpo_jax.runs.policy import run_config
 from grpo_jax.train import main, run
 
 OWN = """
-def letters(prompts, completions, wish, **columns):
-    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
+def letters(prompts, completions, wish, number, by_number, **columns):
+    wishes = [letters[n] for letters, n in zip(by_number, number)]
+    assert wishes == [(w, {w}) for w in wish]
+    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, (w, _) in zip(completions, wishes)]
 
 def brief(completions, *, size=10, **columns):
     return [-len(text) / size for text in completions]
 """
 PARTS = {"train": "abcdefgh", "validation": "ij", "test": "kl"}
 RECORDS = [{"prompt": f"{c} tree", "wish": c, "split": split} for split, letters in PARTS.items() for c in letters]
+# Values that JSON does not give back.
+RECORDS = [
+    one | {"by_number": {7: (one["wish"], {one["wish"]})}, "number": np.int64(7), "x": np.nan} for one in RECORDS
+]
 
 
 @pytest.fixture(scope="module")
@@ -166,17 +173,17 @@ def test_tables_are_read_by_their_rows(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_columns_that_are_no_json_are_not_kept_and_said(config, tmp_path, capsys):
-    records = [record | {"wish": {record["wish"]}} for record in RECORDS]
+def test_columns_that_cannot_be_stored_are_not_kept_and_said(config, tmp_path, capsys):
+    records = [record | {"wish": re.compile(record["wish"])} for record in RECORDS]
 
     def wished(completions, wish):
-        return [float(text.count(*w)) for text, w in zip(completions, wish, strict=True)]
+        return [float(len(w.findall(text))) for text, w in zip(completions, wish, strict=True)]
 
     folder = tmp_path / "run"
     short = config(folder, evaluation={"every": 0, "samples": 0})
     short = short.replace(training=short.training.replace(max_steps=1))
     run(short, prompts=records, rewards=[wished])
-    assert "a column is no JSON (Object of type set is not JSON serializable): " in capsys.readouterr().out
+    assert "the column wish has no JSON and no Python literal (re.compile('a')): the prompts" in capsys.readouterr().out
     assert evaluate.main(["--run", str(folder)]) == 2
     assert "prompts.jsonl does not keep them: call run(config, prompts=...) again" in capsys.readouterr().err
     with pytest.raises(UserError, match="reward wished: run\\(\\) was given this function in Python"):

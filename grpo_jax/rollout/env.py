@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -62,6 +62,7 @@ class Turn:
         rewards: Rewards and eval rewards by name, NaN if missing; empty before scoring.
         image: Picture rendered from the completion, a torch tensor float [3, H, W] in [0, 1]; None without a renderer.
         observation: The environment's observation; None for the last turn.
+        logged: Values that rewards logged by `log_extra`, by column.
     """
 
     completion: str
@@ -71,6 +72,7 @@ class Turn:
     rewards: Mapping[str, float] = field(default_factory=dict)
     image: Source | None = None
     observation: Observation | None = None
+    logged: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -51,7 +51,10 @@ MESSAGES = ("prompt_messages", "completion_messages")
 PROGRESS = ("trainer_state", "log_metric")
 """The run's progress, and the function that logs a number: no values of completions."""
 
-WHERE_NAMED = (*MESSAGES, *PROGRESS)
+LOG_EXTRA = "log_extra"
+"""The function that logs a column of completions/."""
+
+WHERE_NAMED = (*MESSAGES, *PROGRESS, LOG_EXTRA)
 """Arguments that a reward gets only if it names them, not by ``**columns``."""
 
 
@@ -92,6 +95,21 @@ class JudgedBatch:
     def logged(self) -> dict[str, float]:
         """Return the means of the logged numbers, {"log/NAME": value}."""
         return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+
+
+class ExtraColumns(dict[str, list[Any]]):
+    """Columns that the rewards of some completions log for completions/, as in TRL."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self._count = count
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        """Log a column: a value for each completion, a text, a number or None; others are written as texts."""
+        listed = [value.item() if getattr(value, "shape", None) == () else value for value in values]
+        if len(listed) != self._count:
+            raise ValueError(f"log_extra({column!r}) needs {self._count} values, one a completion, got {len(listed)}")
+        self[f"log/{column}"] = listed
 
 
 class RewardError(UserError):

@@ -25,6 +25,7 @@ from grpo_jax.rollout.encoding import ParsedCompletion, PictureInput
 from grpo_jax.rollout.env import EnvSettings, Episode, Observation, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
+from grpo_jax.rollout.rewards import LOG_EXTRA, ExtraColumns
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.sampling.episodes import EpisodeSampler
 
@@ -308,6 +309,7 @@ class _Chunk:
         """
         fns, names = self.fns, (*self.fns.reward_names, *self.fns.eval_reward_names)
         places, values = self._places, [np.zeros(0)] * 2
+        extra = ExtraColumns(len(places))
         if is_main_process():
             size = self.active.shape[1] if self.active.all() else 1
             groups = [places[first : first + size] for first in range(0, len(places), size)]
@@ -329,16 +331,17 @@ class _Chunk:
                     drawn,
                     episodes=None if fns.env is None else [[self.episodes[p][g] for p, g in some] for some in groups],
                     tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
-                    progress=self.work.progress,
+                    progress={**self.work.progress, LOG_EXTRA: extra.log_extra},
                 )
         judged = []
         for some in self.work.share([*values]):
             array = np.full((*self.active.shape, some.shape[-1]), np.nan, np.float32)
             array[self.active] = some.reshape(len(places), some.shape[-1])
             judged.append(array)
-        for place in places:
+        for number, place in enumerate(places):
             numbers = np.concatenate([array[place] for array in judged]).tolist()
-            self._change_last(place, rewards=MappingProxyType(dict(zip(names, numbers, strict=True))))
+            logged = {name: values[number] for name, values in extra.items()}
+            self._change_last(place, rewards=MappingProxyType(dict(zip(names, numbers, strict=True))), logged=logged)
         return judged
 
     def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> Encoded:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -242,7 +243,7 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
             if turns > 1:
                 seen = None if turn.observation is None or turn.observation.done else turn.observation.text
                 entry |= {"episode": p * group + g, "turn": number + 1, "observation": seen}
-            entry |= dict(zip(names, values[p, g, number], strict=True))
+            entry |= {**dict(zip(names, values[p, g, number], strict=True)), **turn.logged}
             entry |= {
                 "advantage": np.float32(advantage),
                 "length": int(lengths[p, g, number]),
@@ -251,7 +252,19 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
             }
             entries.append(entry)
             pictures.append(rollout.rows[p].pictures)
-    return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(pictures)
+    columns = {name: [entry.get(name) for entry in entries] for name in dict.fromkeys(itertools.chain(*entries))}
+    columns |= {name: _cells(values) for name, values in columns.items() if name.startswith("log/")}
+    return columns | pictures_column(pictures)
+
+
+def _cells(values: list[Any]) -> list[Any]:
+    """Return values of one type that a file can hold unchanged, others as texts."""
+    kinds = {type(value) for value in values if value is not None}
+    fits = all(abs(value) < 2**53 for value in values if type(value) is int)
+    if fits and (kinds <= {int, float} or kinds == {bool}):
+        return values
+    texts = [None if value is None else str(value) for value in values]
+    return [text and text.encode(errors="replace").decode() for text in texts]
 
 
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:

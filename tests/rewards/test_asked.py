@@ -13,15 +13,23 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.rewards import ExtraColumns, RewardError, collect_rewards, make_score
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
 OWN = """
+import numpy as np
+
 def seen(completions, completion_ids, trainer_state, log_metric):
     log_metric("done", trainer_state.global_step)
     log_metric("of", trainer_state.max_steps)
     return [len(ids) for ids in completion_ids]
+
+def noted(completions, log_extra):
+    log_extra("first", [text[:1] or None for text in completions])
+    log_extra("count", np.array([len(text) for text in completions]))
+    log_extra("mixed", [len(text) if len(text) % 2 else [text] for text in completions])
+    return [1.0] * len(completions)
 
 def late(completions, trainer_state, **columns):
     assert "log_metric" not in columns
@@ -71,6 +79,7 @@ def finished(place, own, tmp_path_factory):
     rewards = [
         f"{own}:seen",
         f"{own}:late",
+        f"{own}:noted",
         {**length, "options": {"start": 0, "end": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"start": 0, "end": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         {"name": f"{own}:spoil", "options": {"words": ["a"]}},
@@ -103,6 +112,16 @@ def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
     evaluation = json.loads((finished / "summary.json").read_text())["evaluation"]
     assert evaluation["late"]["before"] == evaluation["late"]["after"] == 12  # as at the end, at any time
     assert evaluation["seen"]["after"] == pytest.approx(evaluation["completion_tokens"]["after"])
+
+
+def test_columns_that_a_reward_logs_are_those_of_its_completions(table):
+    texts = table["completion"]
+    assert table["log/first"] == [text[:1] or None for text in texts]
+    assert table["log/count"] == [len(text) for text in texts]
+    assert table["log/mixed"] == [str(len(text) if len(text) % 2 else [text]) for text in texts]
+    with pytest.raises(RewardError, match=r"mine: it raised ValueError: log_extra\('a'\) needs 2 values"):
+        log = {"log_extra": ExtraColumns(2).log_extra}
+        collect_rewards({"mine": lambda log_extra: log_extra("a", [1])}, ["p"] * 2, ["c"] * 2, log, 2)
 
 
 def test_rewards_that_want_messages_get_them_and_others_texts(table):
@@ -139,8 +158,8 @@ def test_two_rewards_of_one_function_have_a_label_each(finished, table):
     for label, end in (("three", 3), ("six", 6)):
         np.testing.assert_allclose(table[f"reward/{label}"], -np.minimum(1, lengths / end), rtol=1e-6)
     saved = load_config(finished / "config.yaml")
-    assert [reward.called for reward in saved.rewards][:4] == ["seen", "late", "three", "six"]
-    assert saved.rewards[3].condition_on == "three"
+    assert [reward.called for reward in saved.rewards][:5] == ["seen", "late", "noted", "three", "six"]
+    assert saved.rewards[4].condition_on == "three"
 
 
 def test_rewards_are_named_by_plain_texts():

@@ -9,6 +9,7 @@ steps classes with `reset` and `step`, and calls Python functions as tools.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,9 +78,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """The turns of one completion so far, first to last."""
+    """The turns of one completion so far, first to last.
+
+    A copy has rewards of its own, and shares pictures and `memory`.
+
+    Attributes:
+        memory: Objects that environments keep from turn to turn; they are neither compared nor pickled.
+    """
 
     turns: tuple[Turn, ...]
+    memory: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+
+    def __deepcopy__(self, _: object) -> Episode:
+        return replace(self, turns=tuple(replace(turn, rewards=dict(turn.rewards)) for turn in self.turns))
+
+    def __reduce__(self) -> tuple[type[Episode], tuple[tuple[Turn, ...]]]:
+        return Episode, (self.turns,)
 
     @property
     def last(self) -> Turn:
@@ -93,7 +107,7 @@ class Episode:
 
     def with_last(self, **changes: object) -> Episode:
         """Return the episode with fields of its last turn replaced."""
-        return Episode((*self.turns[:-1], replace(self.last, **changes)))
+        return replace(self, turns=(*self.turns[:-1], replace(self.last, **changes)))
 
     def remembered(self, *, pictures: bool) -> Episode:
         """Return the episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
@@ -140,7 +154,12 @@ def as_observation(value: object) -> Observation:
     ):
         raise ValueError(f"{one_line(value, 60)}, not an Observation (a text and a list of pictures), a text or None")
     require_text(given.text)
-    return replace(given, pictures=tuple(given.pictures), done=bool(given.done))
+    return replace(given, pictures=tuple(map(_own_picture, given.pictures)), done=bool(given.done))
+
+
+def _own_picture(picture: Source) -> Source:
+    """Copy a picture in host memory: an environment may draw the next one into the same array."""
+    return copy.deepcopy(picture) if str(getattr(picture, "device", "cpu")) == "cpu" else picture
 
 
 EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int]]
@@ -205,7 +224,7 @@ def make_encode_observation(
 
 
 def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | EnvError]:
-    """Step the environment; return each episode's observation or failure.
+    """Step the environment with rows and rewards of its own; return each episode's observation or failure.
 
     All episodes fail if the environment raises (SystemExit too) or returns the wrong number of observations. One
     episode fails if its value is an exception or not an observation. `StopRun` propagates.
@@ -213,7 +232,8 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
     at_work("the environment")
     try:
         with failures_as(_failure):
-            returned = as_list(step([*rows], [*episodes]), len(episodes))
+            own = [copy.deepcopy(row) for row in rows], [copy.deepcopy(episode) for episode in episodes]
+            returned = as_list(step(*own), len(episodes))
     except EnvError as error:
         return [error] * len(episodes)
     observations: list[Observation | EnvError] = []

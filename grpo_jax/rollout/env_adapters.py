@@ -8,26 +8,24 @@ methods are tools. `reset(**row)` begins the episode and may add to its prompt; 
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime
 import functools
 import inspect
 import json
 import random
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import Episode, Observation
+from grpo_jax.rollout.data import Row, as_chat_messages
+from grpo_jax.rollout.env import Episode, Observation, Turn
 from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, as_number, finished
-
-_STEPS, _WAITING = 65_536, 4_096  # largest numbers of cached step results, and of cached environments
 
 
 class Step(NamedTuple):
@@ -39,7 +37,7 @@ class Step(NamedTuple):
 
 
 class SingleEnv(Protocol):
-    """One episode, made without arguments. Its seed and the completions must determine it.
+    """One episode, made without arguments. Its seed must determine its prompt.
 
     Both methods may be `async def`.
     """
@@ -54,89 +52,108 @@ class SingleEnv(Protocol):
 
 
 Single = TypeVar("Single", bound=SingleEnv)
-Key = tuple[str, int, tuple[str, ...]]
-"""Key of an episode: kind of environment, seed, and completions so far."""
+
+
+@dataclass
+class _Play(Generic[Single]):
+    """An episode's environment, once it is made, and the results of its steps so far."""
+
+    environment: Single | None = None
+    steps: list[Step | BaseException] = field(default_factory=list)
 
 
 class EnvRunner(Generic[Single]):
-    """Steps one environment per episode of a rollout; `step` is an `Env`.
+    """Steps one environment for each episode of a rollout; `step` is an `Env`.
 
-    Environments are only a cache. A missing one is made again and replays the episode's completions, for example
-    after a resume. An environment that raises fails only its own episode: the exception replaces its observation and
-    its reward.
+    The episode keeps its environment (`Episode.memory`), so that nothing is shared with another episode, iteration or
+    evaluation. An environment that raises fails only its own episode: the exception replaces its observation and its
+    reward.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Single]], seed: str = "seed"):
         """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds."""
         self._makers = makers
         self._seed = seed
-        self._steps: OrderedDict[Key, Step | BaseException] = OrderedDict()
-        self._waiting: OrderedDict[Key, Single] = OrderedDict()
+        self._prompts: dict[tuple[str, int], str] = {}
+        self._alone: tuple[object, list[Episode]] = (None, [])  # episodes of the last single turns
 
-    def prompt(self, kind: str, seed: int, method: str) -> str | list[dict[str, Any]]:
+    def prompt(self, kind: str, seed: int, method: str) -> Any:
         """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
+
         with failures_as(lambda error: UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")):
-            return finished(awaited(self._makers[kind]().reset(seed)))
+            prompt = finished(awaited(self._makers[kind]().reset(seed)))
+        if isinstance(prompt, str):
+            self._prompts[kind, seed] = prompt
+        return prompt
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
         """Return the observation after each episode's last completion; None if it is done."""
-        keys = [
-            (row.columns["environment"], row.columns[self._seed], episode.completions)
-            for row, episode in zip(rows, episodes, strict=True)
-        ]
-        steps = finished(self._taken(keys))
+        begun = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
+        steps = self._run_steps(begun, episodes)
         return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
 
     def reward(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> list[float | BaseException | None]:
         """Return the environment's reward of each last completion, without earlier turns."""
-        steps = finished(self._taken(self._keys(completions, **columns)))
+        steps = self._run_steps(*self._episodes(completions, **columns))
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
-    def environments(self, completions: Sequence[str], **columns: Any) -> list[Single]:
-        """Return each episode's environment after its last completion; equal episodes share one."""
-        keys = self._keys(completions, **columns)
-        finished(self._taken(keys))
-        return [self._waiting.get(key) or finished(self._led(key)) for key in keys]
+    def environments(self, completions: Sequence[str], **columns: Any) -> list[Single | None]:
+        """Return each episode's environment after its last completion; None if it could not be made."""
+        begun, episodes = self._episodes(completions, **columns)
+        self._run_steps(begun, episodes)
+        return [self._play(episode).environment for episode in episodes]
 
-    def _keys(self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any) -> list[Key]:
-        texts = [(one,) for one in completions] if episodes is None else [one.completions for one in episodes]
-        return [*zip(columns["environment"], columns[self._seed], texts, strict=True)]
+    def _episodes(
+        self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any
+    ) -> tuple[list[tuple[str, int]], Sequence[Episode]]:
+        """Return kind and seed of each episode, and the episodes; several rewards of single turns share them."""
+        begun = [*zip(columns["environment"], columns[self._seed], strict=True)]
+        if episodes is None:
+            asked, episodes = self._alone
+            if asked != (begun, completions):
+                episodes = [Episode((Turn(text),)) for text in completions]
+                self._alone = (begun, completions), episodes
+        return begun, episodes
 
-    async def _taken(self, keys: Sequence[Key]) -> list[Step | BaseException]:
-        new = [key for key in dict.fromkeys(keys) if key not in self._steps]
-        steps = dict(zip(new, await asyncio.gather(*map(self._step, new)), strict=True))
-        taken = [steps.get(key) or self._steps[key] for key in keys]
-        self._steps |= steps
-        for remembered, most in ((self._steps, _STEPS), (self._waiting, _WAITING)):
-            while len(remembered) > most:
-                remembered.popitem(last=False)
-        return taken
+    def _play(self, episode: Episode) -> _Play[Single]:
+        play: Any = episode.memory.setdefault(self, _Play())
+        return play
 
-    async def _step(self, key: Key) -> Step | BaseException:
-        kind, seed, texts = key
-        before = (kind, seed, texts[:-1])
-        environment = self._waiting.pop(before, None)  # one of a group's equal episodes gets it
-        try:
-            if environment is None:
-                environment = await self._led(before)
-            return _checked(await awaited(environment.step(texts[-1])))
-        except BaseException as error:
-            if not is_own_doing(error):
-                raise
-            return error
-        finally:
-            if environment is not None:
-                self._waiting[key] = environment
+    def _run_steps(self, begun: Sequence[tuple[str, int]], episodes: Sequence[Episode]) -> list[Step | BaseException]:
+        """Step each episode's environment up to its last completion."""
 
-    async def _led(self, key: Key) -> Single:
-        kind, seed, texts = key
-        environment = self._makers[kind]()
-        await awaited(environment.reset(seed))
-        for text in texts:
-            await awaited(environment.step(text))
-        return environment
+        async def run_all() -> list[Step | BaseException]:
+            return await asyncio.gather(*map(self._last_step, begun, episodes))
+
+        return finished(run_all())
+
+    async def _last_step(self, begun: tuple[str, int], episode: Episode) -> Step | BaseException:
+        play, texts = self._play(episode), episode.completions
+        for text in texts[len(play.steps) :]:
+            if play.steps and isinstance(play.steps[-1], BaseException):
+                break
+            try:
+                if play.environment is None:
+                    play.environment = self._makers[begun[0]]()
+                    self._check_prompt(begun, await awaited(play.environment.reset(begun[1])))
+                step = _checked(await awaited(play.environment.step(text)))
+            except BaseException as error:
+                if not is_own_doing(error):
+                    raise
+                step = error
+            play.steps.append(step)
+        return play.steps[min(len(texts), len(play.steps)) - 1]
+
+    def _check_prompt(self, begun: tuple[str, int], prompt: object) -> None:
+        """Raise BadReturn if the text of an episode's reset is not the one that the policy reads."""
+        shown = self._prompts.get(begun)
+        if shown is not None and isinstance(prompt, str) and shown != prompt:
+            raise BadReturn(
+                f"reset of {begun[0]} returned {one_line(shown, 60)!r} for the prompt and {one_line(prompt, 60)!r} for "
+                "an episode of it: it must depend on its arguments and on Python's random alone"
+            )
 
 
 async def awaited(returned: Any) -> Any:
@@ -370,16 +387,17 @@ class ToolEpisode:
         self.object: Any = None
 
     def reset(self, seed: int) -> str:
-        """Begin the episode of a row; return the text added to its prompt.
+        """Begin the episode of a row with columns of its own; return the text added to its prompt.
 
         The seed also seeds Python's `random`, so that the object can be made again.
         """
         assert self._tools.make is not None
         self.object = self._tools.make()
+        columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
         state = random.getstate()
         random.seed(seed)
         try:
-            shown = self.object.reset(**accepted_arguments(self.object.reset, self._rows.get(seed, {})))
+            shown = self.object.reset(**columns)
         finally:
             random.setstate(state)
         return "" if shown is None else str(shown)
@@ -397,24 +415,27 @@ class ToolEpisodes:
     def __init__(self, tools: Toolbox):
         self._rows: dict[int, Columns] = {}
         self.name = tools.made
-        self.runner = EnvRunner({self.name: lambda: ToolEpisode(tools, self._rows)}, seed=_ID)
+        makers = {self.name: lambda: ToolEpisode(tools, self._rows)}
+        self.runner = EnvRunner(makers, seed=_ID)
 
-    def begun(self, row: Row, prompt: object) -> Row:
+    def start_episode(self, row: Row) -> Row:
         """Return a row whose prompt ends with the text of its object's `reset`."""
         if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
             raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
+        prompt = as_chat_messages(row) if row.messages else row.prompt
         self._rows[row.id] = {**row.columns, "prompt": prompt}
-        begun = self.row(row.id)
+        begun = self.make_row(row.id)
         shown, messages = str(begun.pop("prompt")), row.messages
         if messages and shown:
             messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, shown)))
         return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | begun)
 
-    def row(self, number: int) -> dict[str, object]:
+    def make_row(self, number: int) -> dict[str, object]:
         """Return a row whose prompt is the text of its object's `reset`; UserError if that fails."""
         prompt = self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
         return {"prompt": prompt, "environment": self.name, _ID: number}
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""
-        return {"environments": [episode.object for episode in self.runner.environments(completions, **columns)]}
+        episodes = self.runner.environments(completions, **columns)
+        return {"environments": [episode and episode.object for episode in episodes]}

@@ -9,6 +9,7 @@ U turns, T tokens, N rewards, W eval rewards. `RolloutFns` holds the functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -251,7 +252,7 @@ class _Chunk:
                 written = sample(*given, **shown)
             samples = [on_host(written)]
         shape = samples[0].truncated.shape
-        self.episodes = [[Episode(())] * shape[1] for _ in self.rows]
+        self.episodes = [[Episode(()) for _ in range(shape[1])] for _ in self.rows]
         self.active, failed = np.ones(shape, bool), np.zeros(shape, bool)
         names = fns.reward_names, fns.eval_reward_names
         rewards, eval_rewards = (np.full((*shape, turns, len(some)), np.nan, np.float32) for some in names)
@@ -300,7 +301,8 @@ class _Chunk:
         for p, g in self._places:
             raw, parsed = self.fns.decode(_tokens(samples, (p, g)), self.rows[p].prompt)
             turn = Turn(parsed.text, raw, parsed.valid, bool(samples.truncated[p, g]))
-            self.episodes[p][g] = Episode((*self.episodes[p][g].turns, turn))
+            episode = self.episodes[p][g]
+            self.episodes[p][g] = replace(episode, turns=(*episode.turns, turn))
 
     def _judge_turn(self, samples: Samples | None) -> list[np.ndarray]:
         """Render and score the last texts of the active episodes: rewards f32 [p, G, N], eval rewards f32 [p, G, W].

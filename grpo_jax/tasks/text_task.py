@@ -10,7 +10,7 @@ from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import PromptSet, as_chat_messages
+from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, continued
 from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
@@ -68,14 +68,10 @@ class Text(Task):
         if given is None and setup.config.data.prompts:
             given = prompts_of(setup.config.data)
         if given is not None:
-            parts = [
-                [episodes.begun(row, as_chat_messages(row) if row.messages else row.prompt) for row in part]
-                for part in given
-            ]
-            prompts = PromptSet(*parts)
+            prompts = PromptSet(*([*map(episodes.start_episode, part)] for part in given))
         else:
             ends = [0, self.seeds, self.seeds + self.seeds // 16, self.seeds + self.seeds // 16 * 2]
-            made = [[episodes.row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
+            made = [[episodes.make_row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
             prompts, source = make_prompt_set(*made), f"{self.seeds} of {episodes.name}"
         reward = {"reward": episodes.runner.reward} if tools.judges else {}
         rewards = TaskRewards(

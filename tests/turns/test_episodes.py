@@ -13,7 +13,7 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.encoding import ParsedCompletion
-from grpo_jax.rollout.env import EnvError, EnvSettings, Observation
+from grpo_jax.rollout.env import EnvError, EnvSettings, Episode, Observation, Turn, collect_observations
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rewards import make_score
 from grpo_jax.rollout.rollout import RolloutFns, collect
@@ -309,6 +309,25 @@ def test_only_what_goes_on_is_asked_and_judged():
     assert sorted(scored) == [(4, 0), (4, 0), (8, 0), (8, 0), (8, 0), (8, 4)]
     np.testing.assert_array_equal(rollout.rewards[[0, 1, 3], ..., 0], np.broadcast_to([1, 2, 3], (3, GROUP, 3)))
     assert (rollout.rewards[2, :, 0] == 1).all() and np.isnan(rollout.rewards[2, :, 1:]).all()
+
+
+def test_an_environment_changes_its_own_copies_alone():
+    """Its rows, the rewards it reads, and the array that it draws into."""
+    canvas = np.zeros((2, 2, 3), np.uint8)
+
+    def step(rows, episodes):
+        for row, episode in zip(rows, episodes, strict=True):
+            assert row.columns["left"].pop() == 2 and row.columns.pop("name")
+            assert [turn.rewards["count"] for turn in episode.turns] == [1] * len(episode.turns)
+            episode.last.rewards["count"] = 5.0
+        return [Observation("21", (canvas,))] * len(rows)
+
+    rows = [Row(1, "a", {"left": [1, 2], "name": "x"})] * 2
+    episodes = [Episode((Turn("b", rewards={"count": 1.0}),))] * 2
+    for _ in range(2):
+        shown, _ = collect_observations(step, rows, episodes)
+    canvas += 1
+    assert shown.pictures[0].max() == 0
 
 
 def test_a_run_of_episodes_that_all_end_is_over():

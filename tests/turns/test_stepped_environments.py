@@ -1,5 +1,6 @@
 """Environment classes: one step per turn, replay after a stop, several kinds."""
 
+import dataclasses
 import json
 import math
 
@@ -141,7 +142,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(run, home, tmp_path):
     assert_same_run(again, run)
 
 
-def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
+def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():
     made, steps = [], []
 
     class World:
@@ -157,18 +158,26 @@ def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
             self.read.append(text)
             return " ".join(self.read), float(len(self.read)), len(self.read) == 3
 
-    def asked(runner, *stories):
-        rows = [Row(0, "go", {"environment": "World", "seed": 5})] * len(stories)
-        return runner.step(rows, [Episode(tuple(map(Turn, story))) for story in stories])
-
     runner = EnvRunner({"World": World})
-    assert asked(runner, "a", "a", "b") == ["a", "a", "b"] and len(made) == 2  # equal texts are one step
-    assert asked(runner, "ac", "ad", "be") == ["a c", "a d", "b e"]
-    assert len(made) == 3 and steps == ["a", "b", "c", "a", "d", "e"]  # one of two that began alike is led there again
-    assert asked(runner, "acf") == [None] and len(steps) == 7
-    worth = runner.reward(["go"], ["f"], environment=["World"], seed=[5], episodes=[Episode(tuple(map(Turn, "acf")))])
-    assert worth == [3.0] and len(steps) == 7
-    assert asked(EnvRunner({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
+    row = Row(0, "go", {"environment": "World", "seed": 5})
+    episodes = [Episode((Turn(text),)) for text in "aab"]
+
+    def go_on(texts):
+        for place, text in enumerate(texts):
+            episodes[place] = dataclasses.replace(episodes[place], turns=(*episodes[place].turns, Turn(text)))
+
+    assert runner.step([row] * 3, episodes) == ["a", "a", "b"] and len(made) == 3  # equal texts too
+    go_on("cde")
+    assert runner.step([row] * 3, episodes) == ["a c", "a d", "b e"]
+    assert len(made) == 3 and steps == [*"aabcde"]
+    go_on("f")
+    own = {"environment": ["World"], "seed": [5], "episodes": episodes[:1]}
+    assert runner.reward(["go"], ["f"], **own) == [3.0] and runner.step([row], episodes[:1]) == [None]
+    assert len(steps) == 7 and runner.environments(["f"], **own) == made[:1]
+    assert runner.step([row], [Episode(tuple(map(Turn, "acf")))]) == [None] and len(made) == 4  # another episode
+    alone = {"environment": ["World"] * 2, "seed": [5, 5]}
+    assert runner.reward(["go"] * 2, ["a", "a"], **alone) == runner.reward(["go"] * 2, ["a", "a"], **alone) == [1, 1]
+    assert len(made) == 6  # several rewards of single turns take one step
 
 
 def test_shares_are_kept_as_evenly_as_can_be(home):

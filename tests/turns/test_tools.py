@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import random
 
@@ -19,7 +20,7 @@ from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Episode, Turn
-from grpo_jax.rollout.env_adapters import ToolEpisodes, calls_in, toolbox
+from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, calls_in, toolbox
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
@@ -139,6 +140,34 @@ class Countdown:
         return f"{self.left} left"
 
 
+class Cards:
+    """Takes a card off its row's deck, and counts its rewards of each turn."""
+
+    visits = judged = 0
+
+    def reset(self, deck, **row):
+        self.deck, self.card = deck, deck.pop()
+        return f" Your card is {self.card}."
+
+    def take(self, n: int) -> str:
+        """Shows the card.
+
+        Args:
+            n: Any number.
+        """
+        return f"{self.card} of {len(self.deck)}"
+
+    def get_reward(self):
+        self.judged += 1
+        return self.judged
+
+
+def visited(environments, **columns):
+    for environment in environments:
+        environment.visits += 1
+    return [environment.visits for environment in environments]
+
+
 class Sized:
     """Has to be told how large it is; none of its tools is a method of an object."""
 
@@ -177,6 +206,10 @@ def left(completions, environments, start, **columns):
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def toolbox_of(*tools):
+    return Toolbox([tool.__name__ for tool in tools], tools)
 
 
 WORDS = {
@@ -321,6 +354,23 @@ def test_configs_of_one_process_keep_their_own_tools(home, tmp_path):
         run(longer)
 
 
+def test_each_episode_has_its_own_row_and_object(home, tmp_path):
+    """A reset that takes from a list, and rewards that change an object: no other episode or iteration sees it."""
+    rows = [{"prompt": f"Go {n}.", "deck": [1, 2, 3, 4]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = values(home, ["Cards"], rewards=["visited"])
+    given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
+    given["rewards"].append({"name": "reward"})
+    train_values(given, tmp_path / "run")
+    shown = set()
+    for turns in episodes_of(tmp_path / "run"):
+        assert turns[0]["prompt"].endswith(". Your card is 4.")
+        assert [row["reward/visited"] for row in turns] == [row["turn"] for row in turns]
+        assert [row["reward/reward"] for row in turns] == [row["turn"] for row in turns]
+        shown |= {row["observation"] for row in turns if row["completion"] == WORDS["take"]}
+    assert shown - {None} == {"4 of 3"}
+
+
 def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys):
     given = values(home, ["Countdown"], rewards=["left"])
     given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
@@ -421,9 +471,28 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
 def test_random_numbers_of_a_reset_are_the_seeds(home):
     tools = toolbox([f"{home}/tools.py:IncrementEnv"])
     state = random.getstate()
-    shown = [ToolEpisodes(tools).row(seed)["prompt"] for seed in (*range(20), *range(20))]
+    shown = [ToolEpisodes(tools).make_row(seed)["prompt"] for seed in (*range(20), *range(20))]
     assert shown[:20] == shown[20:] and len({*shown}) == 6
     assert random.getstate() == state
+
+
+class Waiting:
+    def look(self) -> str:
+        """Looks."""
+        return ""
+
+
+def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():
+    numbers = itertools.count()
+
+    class Counts(Waiting):
+        def reset(self, **row):
+            return f"Go {next(numbers)}."
+
+    episodes = ToolEpisodes(toolbox_of(Counts))
+    row = episodes.start_episode(Row(1, ""))
+    (failure,) = episodes.runner.step([row], [Episode((Turn("It is done."),))])
+    assert "reset of Counts returned 'Go 0.' for the prompt and 'Go 1.' for an episode of it" in str(failure)
 
 
 @pytest.mark.parametrize(

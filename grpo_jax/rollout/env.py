@@ -83,17 +83,19 @@ class Episode:
     A copy has rewards of its own, and shares pictures and `memory`.
 
     Attributes:
+        final: Whether no further turn can follow; an environment may end an episode earlier.
         memory: Objects that environments keep from turn to turn; they are neither compared nor pickled.
     """
 
     turns: tuple[Turn, ...]
+    final: bool = False
     memory: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     def __deepcopy__(self, _: object) -> Episode:
         return replace(self, turns=tuple(replace(turn, rewards=dict(turn.rewards)) for turn in self.turns))
 
-    def __reduce__(self) -> tuple[type[Episode], tuple[tuple[Turn, ...]]]:
-        return Episode, (self.turns,)
+    def __reduce__(self) -> tuple[type[Episode], tuple[tuple[Turn, ...], bool]]:
+        return Episode, (self.turns, self.final)
 
     @property
     def last(self) -> Turn:
@@ -119,7 +121,7 @@ class Episode:
                 shown = tuple(map(as_uint8, observation.pictures)) if pictures else ()
                 observation = replace(observation, pictures=shown)
             turns.append(replace(turn, image=image, observation=observation))
-        return Episode(tuple(turns))
+        return Episode(tuple(turns), self.final)
 
 
 def as_uint8(picture: Source) -> np.ndarray:

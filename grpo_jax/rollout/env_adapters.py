@@ -62,6 +62,10 @@ class _Play(Generic[Single]):
     steps: list[Step | BaseException] = field(default_factory=list)
 
 
+def _step(environment: SingleEnv, text: str, final: bool) -> object:
+    return environment.step(text)
+
+
 class EnvRunner(Generic[Single]):
     """Steps one environment for each episode of a rollout; `step` is an `Env`.
 
@@ -70,10 +74,19 @@ class EnvRunner(Generic[Single]):
     reward.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], Single]], seed: str = "seed"):
-        """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds."""
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], Single]],
+        seed: str = "seed",
+        step: Callable[[Single, str, bool], object] = _step,
+    ):
+        """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds.
+
+        `step` takes an environment, a completion, and whether no further turn can follow it.
+        """
         self._makers = makers
         self._seed = seed
+        self._step = step
         self._prompts: dict[tuple[str, int], str] = {}
         self._alone: tuple[object, list[Episode]] = (None, [])  # episodes of the last single turns
 
@@ -113,7 +126,7 @@ class EnvRunner(Generic[Single]):
         if episodes is None:
             asked, episodes = self._alone
             if asked != (begun, completions):
-                episodes = [Episode((Turn(text),)) for text in completions]
+                episodes = [Episode((Turn(text),), final=True) for text in completions]
                 self._alone = (begun, completions), episodes
         return begun, episodes
 
@@ -134,11 +147,12 @@ class EnvRunner(Generic[Single]):
         for text in texts[len(play.steps) :]:
             if play.steps and isinstance(play.steps[-1], BaseException):
                 break
+            final = episode.final and len(play.steps) + 1 == len(texts)
             try:
                 if play.environment is None:
                     play.environment = self._makers[begun[0]]()
                     self._check_prompt(begun, await awaited(play.environment.reset(begun[1])))
-                step = _checked(await awaited(play.environment.step(text)))
+                step = _checked(await awaited(self._step(play.environment, text, final)))
             except BaseException as error:
                 if not is_own_doing(error):
                     raise
@@ -237,6 +251,7 @@ class Toolbox:
         make: Makes an episode's object, whose methods are also tools; None if all tools are functions.
         made: The name of that object's class.
         judges: Whether that object has `get_reward`.
+        each_turn: Whether its class sets `reward_each_turn`, so that `get_reward` is called after each turn.
     """
 
     def __init__(self, paths: Sequence[str], tools: Sequence[Any]):
@@ -244,7 +259,7 @@ class Toolbox:
         self.schemas: list[Mapping[str, Any]] = []
         self.make: Callable[[], Any] | None = None
         self.made = ""
-        self.judges = False
+        self.judges = self.each_turn = False
         self._functions: dict[str, Callable[..., Any]] = {}
         self._methods: dict[str, Callable[..., Any]] = {}
         for path, tool in zip(paths, tools, strict=True):
@@ -275,6 +290,7 @@ class Toolbox:
             elif inspect.isfunction(member):
                 self._add(f"{path}.{name}", getattr(example, name), member, self._methods)
         self.make, self.made, self.judges = make, kind.__name__, hasattr(example, "get_reward")
+        self.each_turn = bool(getattr(example, "reward_each_turn", False))
 
     def _add(self, path: str, shown: Any, called: Callable[..., Any], among: dict[str, Callable[..., Any]]) -> None:
         from pydantic import PydanticUserError, validate_call
@@ -402,11 +418,16 @@ class ToolEpisode:
             random.setstate(state)
         return "" if shown is None else str(shown)
 
-    async def step(self, text: str) -> tuple[Observation | None, float | None, bool]:
-        """Run the tool calls of a completion; without a call the episode ends."""
+    async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
+        """Run the tool calls of a completion; without a call the episode ends.
+
+        `get_reward` is called at the episode's end, also if this turn is `final`, or after each turn if the class says
+        so.
+        """
         observation = await self._tools.call(text, self.object)
-        reward = await awaited(self.object.get_reward()) if self._tools.judges else None
-        return observation, reward, observation is None
+        done = observation is None
+        judged = self._tools.judges and (done or final or self._tools.each_turn)
+        return observation, await awaited(self.object.get_reward()) if judged else None, done
 
 
 class ToolEpisodes:
@@ -416,7 +437,7 @@ class ToolEpisodes:
         self._rows: dict[int, Columns] = {}
         self.name = tools.made
         makers = {self.name: lambda: ToolEpisode(tools, self._rows)}
-        self.runner = EnvRunner(makers, seed=_ID)
+        self.runner = EnvRunner(makers, seed=_ID, step=ToolEpisode.step)
 
     def start_episode(self, row: Row) -> Row:
         """Return a row whose prompt ends with the text of its object's `reset`."""

@@ -229,7 +229,7 @@ class _Chunk:
 
     def judge(self, texts: Sequence[Sequence[str]]) -> Rollout:
         """Judge given texts `[p][G]`."""
-        self.episodes = [[Episode((Turn(text),)) for text in group] for group in texts]
+        self.episodes = [[Episode((Turn(text),), final=True) for text in group] for group in texts]
         self.active = np.ones((len(self.rows), len(self.episodes[0])), bool)
         rewards, eval_rewards = (values[:, :, None] for values in self._judge_turn(None))
         return Rollout(self.rows, self._remembered(), rewards, eval_rewards)
@@ -259,7 +259,7 @@ class _Chunk:
         observed: list[Encoded] = []
         seen: list[PictureInput | None] = []  # pictures of each of `observed`, as inputs of the update
         for turn in range(turns):
-            self._read_turn(samples[-1])
+            self._read_turn(samples[-1], final=turn + 1 == turns)
             rewards[:, :, turn], eval_rewards[:, :, turn] = self._judge_turn(samples[-1])
             if env is None or turn + 1 == turns:
                 break
@@ -296,13 +296,13 @@ class _Chunk:
         p, g = place
         self.episodes[p][g] = self.episodes[p][g].with_last(**values)
 
-    def _read_turn(self, samples: Samples) -> None:
+    def _read_turn(self, samples: Samples, *, final: bool) -> None:
         """Add the samples to the active episodes."""
         for p, g in self._places:
             raw, parsed = self.fns.decode(_tokens(samples, (p, g)), self.rows[p].prompt)
             turn = Turn(parsed.text, raw, parsed.valid, bool(samples.truncated[p, g]))
             episode = self.episodes[p][g]
-            self.episodes[p][g] = replace(episode, turns=(*episode.turns, turn))
+            self.episodes[p][g] = replace(episode, turns=(*episode.turns, turn), final=final)
 
     def _judge_turn(self, samples: Samples | None) -> list[np.ndarray]:
         """Render and score the last texts of the active episodes: rewards f32 [p, G, N], eval rewards f32 [p, G, W].

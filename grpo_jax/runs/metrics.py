@@ -49,7 +49,8 @@ def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
 
     They are means over the completions with a value. "NAME_turn_U" is the value after U turns, for all but the last
     turn; an ended episode keeps its last value. "NAME_peak" is the best over the turns. "NAME_kept" is the share that
-    ended no worse, among those right in the first turn (`RIGHT`). "NAME_gain" is the end minus the start.
+    ended no worse, among those right in the first turn (`RIGHT`). "NAME_gain" is the end minus the start. The measures
+    of turns are NaN for a reward that only ends of episodes get.
     """
     if rollout.rewards.shape[2] == 1:
         return {}
@@ -61,7 +62,10 @@ def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)
     carried = np.take_along_axis(values, last[..., None], axis=1)
     measures: dict[str, float] = {}
+    going_on = np.arange(values.shape[1]) < np.array([[len(e.turns) - 1] for group in rollout.episodes for e in group])
     for n, name in enumerate(names):
+        if going_on.any() and not np.isfinite(values[going_on, n]).any():
+            values[:, :, n] = carried[..., n] = np.nan
         first, end, turns = values[:, 0, n], ends[:, n], values[:, :, n]
         measures |= {
             f"{name}_turn_{turn + 1}": present_mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)

@@ -262,3 +262,11 @@ def test_measures_of_turns_are_those_of_a_loop():
         for what, expected in loop(n).items():
             assert came[f"{name}_{what}"] == pytest.approx(expected, nan_ok=True), (name, what)
     assert came["share_kept"] == 0.5 and came["share_gain"] == pytest.approx(0.0)
+
+
+def test_a_reward_of_ends_alone_has_no_measures_of_turns():
+    """The mean of those that end at once would be another thing than the first turn's value."""
+    values = np.array([[[[nan, 0.1], [1.0, 0.2]]], [[[0.0, 0.3], [nan, nan]]]], np.float32)
+    came = turn_measures(rollout_of(values, values[..., :0], np.array([[1], [0]])), ["end", "each"])
+    assert all(math.isnan(value) for name, value in came.items() if name.startswith("end_"))
+    assert came["each_turn_1"] == pytest.approx(0.2) and came["each_gain"] == pytest.approx(0.05)

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -143,6 +144,7 @@ class Countdown:
 class Cards:
     """Takes a card off its row's deck, and counts its rewards of each turn."""
 
+    reward_each_turn = True
     visits = judged = 0
 
     def reset(self, deck, **row):
@@ -274,7 +276,8 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
             seen.add(row["completion"])
             steps = [1, 2] if row["completion"] == WORDS["two"] else [1] * (row["completion"] == WORDS["one"])
             replies = [str(counter := counter + step) for step in steps]
-            assert row["reward/reward"] == float(counter == target)
+            assert math.isnan(row["reward/reward"]) or row["reward/reward"] == float(counter == target)
+            assert math.isnan(row["reward/reward"]) == (row is not turns[-1])  # it is judged once, at its end
             if row is not turns[-1]:
                 if row["completion"] == WORDS["wrong"]:
                     assert "by: Unexpected keyword argument" in row["observation"], row["observation"]

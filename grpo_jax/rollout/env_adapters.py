@@ -15,16 +15,19 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
-from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import Row, as_chat_messages
+from grpo_jax.models.hf.chat import PICTURE, Message
+from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
 from grpo_jax.rollout.env import Episode, Observation, Turn
+from grpo_jax.rollout.pictures import Source
+from grpo_jax.rollout.prompts import read_message
 from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, as_number, finished
 
 
@@ -93,7 +96,11 @@ class EnvRunner(Generic[Single]):
     def prompt(self, kind: str, seed: int, method: str) -> Any:
         """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
 
-        with failures_as(lambda error: UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")):
+        def describe(error: BaseException) -> UserError:
+            raised = f"raised {type(error).__name__}: {one_line(error, 100)}"
+            return UserError(f"{method} {error if isinstance(error, BadReturn) else raised}")
+
+        with failures_as(describe):
             prompt = finished(awaited(self._makers[kind]().reset(seed)))
         if isinstance(prompt, str):
             self._prompts[kind, seed] = prompt
@@ -395,6 +402,37 @@ def template_options(section: DataSection) -> dict[str, Any]:
     return options | ({"tools": schemas} if schemas else {})
 
 
+@types.coroutine
+def _seeded(seed: int, begin: Callable[[], object]) -> Generator[Any, Any, object]:
+    """Return begin(), awaited if it is a coroutine; while it runs, Python's `random` has a state of this seed."""
+    state = random.Random(seed).getstate()
+
+    def run(function: Callable[..., object], *arguments: object) -> object:
+        nonlocal state
+        others = random.getstate()
+        random.setstate(state)
+        try:
+            return function(*arguments)
+        finally:
+            state = random.getstate()
+            random.setstate(others)
+
+    returned = run(begin)
+    if not inspect.isawaitable(returned):
+        return returned
+    steps: Any = returned.__await__()
+    resume, value = steps.send, None
+    while True:
+        try:
+            waited = run(resume, value)
+        except StopIteration as end:
+            return end.value
+        try:
+            resume, value = steps.send, (yield waited)
+        except BaseException as error:
+            resume, value = steps.throw, error
+
+
 class ToolEpisode:
     """An episode with a tool object, as an environment with `reset` and `step`."""
 
@@ -402,21 +440,19 @@ class ToolEpisode:
         self._tools, self._rows = tools, rows
         self.object: Any = None
 
-    def reset(self, seed: int) -> str:
-        """Begin the episode of a row with columns of its own; return the text added to its prompt.
+    async def reset(self, seed: int) -> str | list[Any]:
+        """Begin the episode of a row with columns of its own; return the text or content parts for its prompt.
 
         The seed also seeds Python's `random`, so that the object can be made again.
         """
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        state = random.getstate()
-        random.seed(seed)
-        try:
-            shown = self.object.reset(**columns)
-        finally:
-            random.setstate(state)
-        return "" if shown is None else str(shown)
+        content = await _seeded(seed, lambda: self.object.reset(**columns))
+        if content is None or isinstance(content, str):
+            return content or ""
+        parts, sources = _read_content(content)
+        return content if sources else "".join(parts)
 
     async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
         """Run the tool calls of a completion; without a call the episode ends.
@@ -430,6 +466,20 @@ class ToolEpisode:
         return observation, await awaited(self.object.get_reward()) if judged else None, done
 
 
+def _read_content(content: object) -> tuple[tuple[Any, ...], list[Source]]:
+    """Return the parts of a reset's content, texts and `PICTURE`, and the sources of its pictures."""
+    sources: list[Source | None] = []
+    try:
+        if not isinstance(content, list | tuple):
+            raise ValueError(f"got {one_line(content, 60)}")
+        parts = read_message({"role": "user", "content": content}, sources, None).parts
+        if None in sources:
+            raise ValueError('a part of type "image" needs its picture, as in {"type": "image", "image": …}')
+    except ValueError as error:
+        raise BadReturn(f"must return a text, a list of content parts, or None: {error}") from error
+    return parts, sources
+
+
 class ToolEpisodes:
     """Episodes of a tool class: prompts, observations, rewards."""
 
@@ -440,21 +490,40 @@ class ToolEpisodes:
         self.runner = EnvRunner(makers, seed=_ID, step=ToolEpisode.step)
 
     def start_episode(self, row: Row) -> Row:
-        """Return a row whose prompt ends with the text of its object's `reset`."""
+        """Return a row whose prompt ends with the text and the pictures of its object's `reset`."""
         if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
             raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
         prompt = as_chat_messages(row) if row.messages else row.prompt
         self._rows[row.id] = {**row.columns, "prompt": prompt}
-        begun = self.make_row(row.id)
-        shown, messages = str(begun.pop("prompt")), row.messages
-        if messages and shown:
-            messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, shown)))
-        return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | begun)
+        content = self._reset(row.id)
+        parts, sources = ((content,), []) if isinstance(content, str) else _read_content(content)
+        messages, mark, start = row.messages, PICTURE_MARK, ""
+        if messages and content:
+            messages, mark = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, *parts))), ""
+        elif sources and mark not in row.prompt:
+            start = mark * len(row.pictures)
+        text = "".join(mark if part is PICTURE else part for part in parts)
+        return replace(
+            row,
+            prompt=start + row.prompt + text,
+            messages=messages,
+            pictures=(*row.pictures, *sources),
+            columns=row.columns | {"environment": self.name, _ID: row.id},
+        )
 
     def make_row(self, number: int) -> dict[str, object]:
-        """Return a row whose prompt is the text of its object's `reset`; UserError if that fails."""
-        prompt = self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
+        """Return a row whose prompt is the content of its object's `reset`; UserError if that fails or is empty."""
+        content = self._reset(number)
+        if not content or (isinstance(content, str) and not content.strip()):
+            raise UserError(
+                f"data.tools: {self.name}.reset returned no text for a prompt: let it return one, or name a file of "
+                "prompts in data.prompts"
+            )
+        prompt = content if isinstance(content, str) else [{"role": "user", "content": content}]
         return {"prompt": prompt, "environment": self.name, _ID: number}
+
+    def _reset(self, number: int) -> str | list[Any]:
+        return self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""

@@ -188,7 +188,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
         raise ValueError(f'"prompt" {"is empty" if isinstance(value, str) else wrong}')
     sources: list[Source | None] = []  # None if a column has the source
     messages = [
-        _at(f'"prompt", message {number}', _read_message, message, sources, base)
+        _at(f'"prompt", message {number}', read_message, message, sources, base)
         for number, message in enumerate(value, 1)
     ]
     users = [place for place, message in enumerate(messages) if message.role == "user"]
@@ -208,7 +208,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     return Row(0, next(filter(None, texts), "(a picture)"), {}, tuple(sources), tuple(messages))
 
 
-def _read_message(message: Any, sources: list[Source | None], base: Path | None) -> Message:
+def read_message(message: Any, sources: list[Source | None], base: Path | None) -> Message:
     """Read a message, and append the sources of its pictures to `sources`."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str | list | tuple) or message.get("role") not in ROLES:

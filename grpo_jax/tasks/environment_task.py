@@ -13,7 +13,7 @@ from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, short_name
+from grpo_jax.errors import UserError, short_name, short_repr
 from grpo_jax.rollout.env_adapters import EnvRunner
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.reward_registry import TaskRewards
@@ -83,7 +83,10 @@ class Environment(Task):
 
 
 def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
-    prompt = runner.prompt(kind, seed, f"task.environment: {kind}.reset({seed})")
+    reset = f"task.environment: {kind}.reset({seed})"
+    prompt = runner.prompt(kind, seed, reset)
+    if not (prompt.strip() if isinstance(prompt, str) else isinstance(prompt, list | tuple) and prompt):
+        raise UserError(f"{reset} must return the prompt, a text or chat messages, got {short_repr(prompt)}")
     return {"prompt": prompt, "environment": kind, "seed": seed}
 
 

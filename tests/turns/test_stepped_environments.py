@@ -45,6 +45,11 @@ class Fragile(Count):
         return Count.step(self, text)
 
 
+class Mute(Count):
+    def reset(self, seed):
+        return " "
+
+
 class Broken(Count):
     def step(self, text):
         return "seen"
@@ -195,6 +200,7 @@ def test_shares_are_kept_as_evenly_as_can_be(home):
         ((), (), "task.environment: expected a class, such as my_env.py:Env"),
         (("Count", "Later"), (1, 0), "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 0"),
         (("Missing",), (), "has no Missing"),
+        (("Mute",), (), "task.environment: Mute.reset(0) must return the prompt, a text or chat messages, got ' '"),
         (("Count", "Count"), (), "task.environment: expected classes of different names"),
         (("Broken",), (), "observation no None unless it is done, got 'seen'. Nothing was trained yet"),
     ],

@@ -8,6 +8,7 @@ import math
 import random
 
 import pytest
+from PIL import Image
 from support.text_task import assert_same_run, episodes_of, rewound, train_here, train_values
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
@@ -17,11 +18,12 @@ from grpo_jax.config.named import GIVEN_TOOLS, load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import observation_encoder
-from grpo_jax.rollout.data import Row
+from grpo_jax.models.hf.chat import PICTURE, observation_encoder
+from grpo_jax.rollout.data import Row, messages_of
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, calls_in, toolbox
+from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
@@ -480,9 +482,64 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
 
 
 class Waiting:
+    """Draws numbers before and after it waits, as others do meanwhile."""
+
+    async def reset(self, **row):
+        first = random.random()
+        await asyncio.sleep(0)
+        return [{"type": "text", "text": f"{first} "}, {"type": "text", "text": str(random.random())}]
+
     def look(self) -> str:
         """Looks."""
         return ""
+
+
+def test_a_reset_may_be_async_and_return_content_parts():
+    episodes = ToolEpisodes(toolbox_of(Waiting))
+    rows = [Row(7, "Go ", {}), Row(7, "Go ", {"other": 1})]
+    shown = [episodes.start_episode(row).prompt for row in rows]
+    numbers = random.Random(7)
+    assert shown == [f"Go {numbers.random()} {numbers.random()}"] * 2
+    again = [Episode((Turn("It is done."),)) for _ in range(3)]
+    row = episodes.start_episode(rows[0])
+    assert episodes.runner.step([row] * 3, again) == [None] * 3  # each drew the numbers of its prompt
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_reset_shows_pictures_behind_the_rows_own(chat):
+    class Shows(Waiting):
+        def reset(self, **row):
+            return [{"type": "text", "text": "Now "}, {"type": "image", "image": Image.new("RGB", (2, 2))}]
+
+    first, text = Image.new("RGB", (1, 1)), "Look."
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] if chat else text
+    row = ToolEpisodes(toolbox_of(Shows)).start_episode(read_prompt(prompt, [first], None))
+    assert [picture.size for picture in row.pictures] == [(1, 1), (2, 2)]
+    (message,) = messages_of(row)
+    assert message.parts == (PICTURE, text, "Now ", PICTURE) or message.parts == (PICTURE, text + "Now ", PICTURE)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"text": "go"}, "must return a text, a list of content parts, or None: got {'text': 'go'}"),
+        ([{"type": "audio"}], 'must return a text, a list of content parts, or None: a part must be of type "text"'),
+        ([{"type": "image"}], 'a part of type "image" needs its picture'),
+        (None, "returned no text for a prompt: let it return one, or name a file of prompts in data.prompts"),
+        ("  ", "returned no text for a prompt: let it return one"),
+    ],
+)
+def test_what_a_reset_cannot_return_names_its_class(home, tmp_path, capsys, returned, message):
+    class Says(Waiting):
+        def reset(self, **row):
+            return returned
+
+    given = values(home, [])
+    given["data"]["tools"] = [Says]
+    with pytest.raises(UserError) as error:
+        run(make_config(given | {"run_dir": str(tmp_path / "run")}))
+    told = str(error.value)
+    assert told.startswith("data.tools: Says.reset ") and message in told
 
 
 def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():

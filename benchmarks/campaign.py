@@ -2,7 +2,7 @@
 
     python benchmarks/campaign.py                                        # the whole
     python benchmarks/campaign.py --seed 7 --kinds kills:5               # a part of it
-    python benchmarks/campaign.py --kinds kills:1:cartpole               # of one kind of run
+    python benchmarks/campaign.py --kinds kills:1:text               # of one kind of run
 
 A handled fault gives at worst one clear line and exit code 2, without a traceback, a hang, or a loss of saved data. In
 an equal run, metrics, completions, checkpoints and weights after the resume equal those of a run without a fault, bit

@@ -1,8 +1,8 @@
 """CartPole: grpo_jax against the same algorithm as a plain PyTorch loop (cartpole_torch.py).
 
-    python benchmarks/cartpole.py [--configs grpo ppo] [--seeds 10] [--out benchmarks/cartpole.json]
+    python benchmarks/cartpole.py [--algorithms grpo ppo] [--seeds 10] [--out benchmarks/cartpole.json]
 
-Environment steps exclude padding and evaluation. Seconds include rollouts, updates and the config's evaluations on both
+Environment steps exclude padding and evaluation. Seconds include rollouts, updates and evaluations on both
 sides; compilation is timed separately. Parallel seeds share all cores, as in the command; a single seed has one core.
 First PyTorch tries every way to step, with one and two threads, and the fastest is the peer. Then both sides alternate,
 seed by seed, with runs of all vmapped seeds between them. Two PyTorch processes on two cores could reach at most twice
@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,10 +25,9 @@ import jax
 import numpy as np
 import torch
 
-from grpo_jax.config.command_line import load_config
-from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
-from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.cartpole.training import SOLVED, make_train
+from grpo_jax.cartpole.program import EVERY, over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.cartpole.settings import SETTINGS, Settings
+from grpo_jax.cartpole.training import SOLVED, make_training
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "gymnasium", "numpy")
@@ -54,14 +54,14 @@ def outcome(run: dict) -> dict:
 class Jax:
     """The compiled blocks of a number of seeds side by side."""
 
-    def __init__(self, config: CartPoleConfig, count: int):
-        self.config, self.count, training = config, count, make_train(config)
+    def __init__(self, settings: Settings, count: int):
+        self.settings, self.count, training = settings, count, make_training(settings)
         keys = seed_keys(0, count)
         began = time.perf_counter()
         devices = seed_devices(count)
         self.init = over_seeds(training.init, devices).lower(keys).compile()
         start = jax.block_until_ready(self.init(keys))
-        self.block = over_seeds(training.block, devices).lower(start).compile()
+        self.block = over_seeds(partial(training.train, iterations=EVERY), devices).lower(start).compile()
         self.compile_seconds = time.perf_counter() - began
 
     def run(self, seed: int) -> list[dict]:
@@ -69,7 +69,7 @@ class Jax:
         began = time.perf_counter()
         state = self.init(seed_keys(seed, self.count))
         evaluations = []
-        for _ in range(self.config.training.iterations // self.config.evaluation.every):
+        for _ in range(self.settings.iterations // EVERY):
             state, _, measures = self.block(state)
             rows = [np.asarray(one) for one in (state.iteration, state.steps, measures["episode_return"])]
             evaluations.append((rows[0], rows[1], time.perf_counter() - began, rows[2]))
@@ -85,32 +85,32 @@ class Jax:
         ]
 
 
-def torch_run(config: CartPoleConfig, seed: int, stepping: str, threads: int) -> dict:
+def torch_run(settings: Settings, seed: int, stepping: str, threads: int) -> dict:
     """One PyTorch run."""
     torch.set_num_threads(threads)
-    return outcome(cartpole_torch.train(config, seed, stepping)) | {"threads": threads}
+    return outcome(cartpole_torch.train(settings, seed, stepping)) | {"threads": threads}
 
 
-def ways_to_step(config: CartPoleConfig) -> list[dict]:
+def ways_to_step(settings: Settings) -> list[dict]:
     """Each way to step and number of threads, the better of two runs, and the fastest first."""
     ways = [("vector", 1), ("several", 1), ("vector", 2)] * 2
-    ways += [("single", 1)] if config.algorithm.name != "ppo" else []
+    ways += [("single", 1)] if settings.algorithm != "ppo" else []
     best: dict[tuple, dict] = {}
     for way in ways:
-        run = torch_run(config, 0, *way)
+        run = torch_run(settings, 0, *way)
         if way not in best or run["steps_per_second"] > best[way]["steps_per_second"]:
             best[way] = run
     return sorted(best.values(), key=lambda run: -run["steps_per_second"])
 
 
-def measure(config: CartPoleConfig, seeds: int) -> dict:
+def measure(settings: Settings, seeds: int) -> dict:
     """Measure one algorithm."""
-    tried = ways_to_step(config)
+    tried = ways_to_step(settings)
     stepping, threads = tried[0]["stepping"], tried[0]["threads"]
-    one, many = Jax(config, 1), Jax(config, seeds)
+    one, many = Jax(settings, 1), Jax(settings, seeds)
     singles, peers, together = [], [], []
     for seed in range(seeds):
-        peers.append(torch_run(config, seed, stepping, threads))
+        peers.append(torch_run(settings, seed, stepping, threads))
         singles.append(outcome(one.run(seed)[0]))
         if seed % 4 == 0:
             together.append([outcome(run) for run in many.run(0)])
@@ -188,18 +188,13 @@ def table(results: dict[str, dict]) -> str:
 def main() -> None:
     """Measure, write and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--configs", nargs="+", default=["grpo", "ppo"], help="NAME stands for configs/cartpole_NAME.yaml"
-    )
+    parser.add_argument("--algorithms", nargs="+", choices=("grpo", "ppo"), default=("grpo", "ppo"))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "cartpole.json")
     options = parser.parse_args()
     split_processor()
-    paths = [
-        Path(name) if name.endswith(".yaml") else ROOT / f"configs/cartpole_{name}.yaml" for name in options.configs
-    ]
     report = {"benchmark": "cartpole", **machine(), "seeds": options.seeds}
-    results = {path.stem: measure(load_config(path), options.seeds) for path in paths}
+    results = {name: measure(SETTINGS[name], options.seeds) for name in options.algorithms}
     report["results"] = results
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({name: result["summary"] for name, result in results.items()}, indent=2))

@@ -1,11 +1,11 @@
 """CartPole's peer: the same GRPO and PPO as a plain PyTorch loop over gymnasium.
 
-    python benchmarks/cartpole_torch.py --config configs/cartpole_grpo.yaml [--seed 0] [--stepping vector] [--threads 1]
+    python benchmarks/cartpole_torch.py --algorithm grpo [--seed 0] [--stepping vector] [--threads 1]
 
-Network, batch, losses and settings are those of the config. Carts of an iteration are stepped together, forward passes
-are batched and in inference mode, the update sees the steps that happened and no padding. Three ways to step: "vector"
-(gymnasium's CartPole written in NumPy for many carts), "several" (one gymnasium environment per cart, those that are
-over left out) and "single" (one environment, one episode after the other; GRPO alone). Prints JSON.
+Network, batch, losses and settings are those of grpo_jax.cartpole. Carts of an iteration are stepped together, forward
+passes are batched and in inference mode, the update sees the steps that happened and no padding. Three ways to step:
+"vector" (gymnasium's CartPole written in NumPy for many carts), "several" (one gymnasium environment per cart, those
+that are over left out) and "single" (one environment, one episode after the other; GRPO alone). Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import gymnasium
@@ -24,9 +23,9 @@ import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import Tensor, nn
 
-from grpo_jax.config.command_line import load_config
-from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
-from grpo_jax.tasks.cartpole.training import (
+from grpo_jax.cartpole.program import EVERY
+from grpo_jax.cartpole.settings import SETTINGS, Settings
+from grpo_jax.cartpole.training import (
     CLIP,
     ENTROPY_COEF,
     ENVIRONMENTS,
@@ -184,7 +183,7 @@ def logprobs_of(policy: nn.Module, observations: Tensor, actions: Tensor) -> tup
     return torch.where(actions == 1, right, left), -(probability * right + (1 - probability) * left)
 
 
-def policy_loss(policy: nn.Module, batch: Batch, settings: CartPoleAlgorithm) -> Tensor:
+def policy_loss(policy: nn.Module, batch: Batch, settings: Settings) -> Tensor:
     """Clipped surrogate, k3 KL to the reference (the policy that the iteration began with), entropy bonus."""
     logprobs, entropy = logprobs_of(policy, batch.observations, batch.actions)
     difference = batch.old_logprobs - logprobs
@@ -210,11 +209,11 @@ def discounted_returns(mask: np.ndarray, gamma: float) -> np.ndarray:
     return returns
 
 
-def group_batch(steps: Steps, policy: nn.Module, config: CartPoleConfig) -> Batch:
+def group_batch(steps: Steps, policy: nn.Module, settings: Settings) -> Batch:
     """GRPO: returns normalised over all steps of a group; rows of a group stand side by side."""
-    returns = discounted_returns(steps.mask, config.algorithm.gamma)
+    returns = discounted_returns(steps.mask, settings.gamma)
     advantages = np.zeros_like(returns)
-    size = config.algorithm.group_size
+    size = settings.group_size
     for start in range(0, steps.mask.shape[1], size):
         columns = slice(start, start + size)
         exists = steps.mask[:, columns]
@@ -228,7 +227,7 @@ def group_batch(steps: Steps, policy: nn.Module, config: CartPoleConfig) -> Batc
     return Batch(taken[0], taken[1], old, taken[2], old)  # no values
 
 
-def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: CartPoleAlgorithm) -> Batch:
+def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: Settings) -> Batch:
     """PPO: GAE; a termination is worth nothing afterwards, the time limit bootstraps."""
     observations, following = torch.from_numpy(steps.observations), torch.from_numpy(steps.following)
     actions = torch.from_numpy(steps.actions)
@@ -247,15 +246,15 @@ def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: Car
 class Learner:
     """Networks, optimizer and carts of one run."""
 
-    def __init__(self, config: CartPoleConfig, seed: int, stepping: str):
+    def __init__(self, settings: Settings, seed: int, stepping: str):
         torch.manual_seed(seed)
-        self.config, self.rng, self.stepping, self.updates = config, np.random.default_rng(seed), stepping, 0
+        self.settings, self.rng, self.stepping, self.updates = settings, np.random.default_rng(seed), stepping, 0
         self.policy = make_network(HIDDEN, 0.01)
-        self.value = make_network(HIDDEN, 1.0) if config.algorithm.name == "ppo" else None
+        self.value = make_network(HIDDEN, 1.0) if settings.algorithm == "ppo" else None
         networks = [self.policy] + ([self.value] if self.value else [])
         self.parameters = [weight for network in networks for weight in network.parameters()]
-        self.optimizer = torch.optim.Adam(self.parameters, config.optimizer.learning_rate, eps=1e-5, fused=True)
-        self.count = ENVIRONMENTS if self.value else config.algorithm.group_size
+        self.optimizer = torch.optim.Adam(self.parameters, settings.learning_rate, eps=1e-5, fused=True)
+        self.count = ENVIRONMENTS if self.value else settings.group_size
         kind = Carts if stepping == "vector" else SeparateCarts
         self.carts = kind(1 if stepping == "single" else self.count, self.rng)
         self.judged = Carts(EPISODES, self.rng)
@@ -268,15 +267,15 @@ class Learner:
         """Plays one iteration: the batch, and its number of steps."""
         if self.value:
             steps, self.observations = play_steps(self.carts, self.policy, self.observations, STEPS)
-            return value_batch(steps, self.policy, self.value, self.config.algorithm), steps.mask.size
+            return value_batch(steps, self.policy, self.value, self.settings), steps.mask.size
         states = np.repeat(starts(self.rng, 1), self.count, axis=0)
         play = play_episodes_singly if self.stepping == "single" else play_episodes
         steps = play(self.carts, self.policy, states)
-        return group_batch(steps, self.policy, self.config), int(steps.mask.sum())
+        return group_batch(steps, self.policy, self.settings), int(steps.mask.sum())
 
     def loss(self, batch: Batch) -> Tensor:
         """Policy loss, and PPO's value loss."""
-        settings = self.config.algorithm
+        settings = self.settings
         if not self.value:
             return policy_loss(self.policy, batch, settings)
         advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-4)
@@ -285,14 +284,14 @@ class Learner:
 
     def update(self, batch: Batch) -> None:
         """Several passes over the batch; PPO's minibatches are times with all carts, drawn once for all passes."""
-        epochs, parts = self.config.algorithm.epochs, [batch]
+        epochs, parts = self.settings.epochs, [batch]
         if self.value:
             order = torch.randperm(len(batch.actions)).chunk(MINIBATCHES)
             parts = [Batch(*(column[rows] for column in batch)) for rows in order]
         for part in parts * epochs:
             if self.value:
-                total = self.config.training.iterations * epochs * MINIBATCHES
-                self.optimizer.param_groups[0]["lr"] = self.config.optimizer.learning_rate * (1 - self.updates / total)
+                total = self.settings.iterations * epochs * MINIBATCHES
+                self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * (1 - self.updates / total)
             self.optimizer.zero_grad()
             self.loss(part).backward()
             nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
@@ -305,15 +304,15 @@ class Learner:
         return float(play_episodes(self.judged, self.policy, states, likelier).mask.sum(0).mean())
 
 
-def train(config: CartPoleConfig, seed: int, stepping: str = "vector", *, evaluate: bool = True) -> dict:
+def train(settings: Settings, seed: int, stepping: str = "vector", *, evaluate: bool = True) -> dict:
     """One run: steps, seconds, evaluations as (iteration, environment steps, seconds, mean return)."""
-    learner, total, evaluations = Learner(config, seed, stepping), 0, []
+    learner, total, evaluations = Learner(settings, seed, stepping), 0, []
     began = time.perf_counter()
-    for iteration in range(1, config.training.iterations + 1):
+    for iteration in range(1, settings.iterations + 1):
         batch, steps = learner.collect()
         learner.update(batch)
         total += steps
-        if evaluate and iteration % config.evaluation.every == 0:
+        if evaluate and iteration % EVERY == 0:
             evaluations.append((iteration, total, time.perf_counter() - began, learner.evaluate()))
     seconds = time.perf_counter() - began
     return {"seed": seed, "stepping": stepping, "steps": total, "seconds": seconds, "evaluations": evaluations}
@@ -322,13 +321,13 @@ def train(config: CartPoleConfig, seed: int, stepping: str = "vector", *, evalua
 def main() -> None:
     """Trains once and prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stepping", choices=("vector", "several", "single"), default="vector")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result = train(load_config(options.config), options.seed, options.stepping)
+    result = train(SETTINGS[options.algorithm], options.seed, options.stepping)
     print(json.dumps({**result, "threads": options.threads, "steps_per_second": result["steps"] / result["seconds"]}))
 
 

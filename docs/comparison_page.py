@@ -184,14 +184,14 @@ Lines are medians over seeds, bands are quartiles.
 
 {learning}
 
-Seconds are those of all seeds together. Each algorithm has the settings of its own config. GDPO is faster than GRPO here
-because of its learning rate; with the same rate, GRPO on the sum needs {sum_solved} environment steps. Speed:
+Seconds are those of all seeds together. Each algorithm has [its own settings](cartpole.md#settings). GDPO is faster than
+GRPO here because of its learning rate; with the same rate, GRPO on the sum needs {sum_solved} environment steps. Speed:
 [results](../benchmarks/RESULTS.md#cartpole).
 
 ## Two objectives
 
 Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, at most 500 each. All
-runs but "upright alone" have the settings of `configs/cartpole_gdpo.yaml`:
+runs but "upright alone" have the settings of GDPO:
 
 - *GRPO on the sum* normalises the returns of the summed rewards.
 - *GDPO* normalises each objective's returns, adds them, and whitens.

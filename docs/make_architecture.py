@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "images" / "architecture.svg"
 ROOMS = {
     "commands": "train, evaluate, export, predict, recommend",
+    "cartpole": "the core alone: a training function",
     "planning": "memory and bounds of a run",
     "reports": "console, metrics, report.html",
     "runs": "the loop, checkpoints, evaluation",

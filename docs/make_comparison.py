@@ -15,6 +15,8 @@ import math
 import os
 import platform
 import time
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,10 @@ import numpy as np
 from comparison_figures import draw_learning, draw_objectives, draw_signal
 from comparison_page import write_page
 
-from grpo_jax.config.command_line import load_config
+from grpo_jax.cartpole import environment as task
+from grpo_jax.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
+from grpo_jax.cartpole.settings import OBJECTIVES, SETTINGS, Settings
+from grpo_jax.cartpole.training import HIDDEN, episode_rewards, make_training
 from grpo_jax.core.advantages import (
     gdpo_advantages,
     group_advantages,
@@ -34,22 +39,17 @@ from grpo_jax.core.advantages import (
 )
 from grpo_jax.models.layers import make_mlp
 from grpo_jax.models.lora import count_weights
-from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
-from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.cartpole.training import HIDDEN, episode_rewards, make_train
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
+HERE = Path(__file__).parent
 # One group of each seed of this run is played at every measurement, to look at what its rewards turn into.
 WATCHED, GROUP, SIGNAL_STREAM = "GRPO on the sum", 16, 2**31 - 9
-# name: (config, changes of its algorithm section)
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "PPO": ("cartpole_ppo", {}),
-    "GRPO": ("cartpole_grpo", {}),
-    "GRPO on the sum": ("cartpole_gdpo", {"name": "grpo"}),
-    "GDPO": ("cartpole_gdpo", {}),
-    "GDPO, weighted": ("cartpole_gdpo", {"weights": [2.0, 1.0]}),
-    "GDPO, conditioned": ("cartpole_gdpo_conditioned", {}),
+RUNS: dict[str, Settings] = {
+    "PPO": SETTINGS["ppo"],
+    "GRPO": SETTINGS["grpo"],
+    "GRPO on the sum": replace(SETTINGS["gdpo"], algorithm="grpo"),
+    "GDPO": SETTINGS["gdpo"],
+    "GDPO, weighted": replace(SETTINGS["gdpo"], weights=(2.0, 1.0)),
+    "GDPO, conditioned": replace(SETTINGS["gdpo"], condition=400),
 }
 
 
@@ -60,23 +60,7 @@ class Measured(NamedTuple):
     figures: dict[str, Any]
 
 
-def configure(name: str, seeds: int, iterations: int | None) -> CartPoleConfig:
-    """The config of a run, measured more often than its file says."""
-    base, changes = RUNS[name]
-    config = load_config(ROOT / "configs" / f"{base}.yaml")
-    every = 1 if config.algorithm.name == "ppo" else 2  # a PPO iteration has more steps than GRPO's first ones
-    training = config.training
-    if iterations:
-        training = training.replace(iterations=iterations)
-    return config.replace(
-        num_seeds=seeds,
-        algorithm=config.algorithm.replace(**changes),
-        evaluation=config.evaluation.replace(every=every),
-        training=training.replace(save_every=0),
-    )
-
-
-def make_signal(config: CartPoleConfig):
+def make_signal(settings: Settings):
     """signal(params, key) → what a group of the policy's episodes teaches: rewards joined by sum and by GDPO.
 
     Every episode is one member of its group, with the sum of its rewards, as a completion is in language.
@@ -84,22 +68,22 @@ def make_signal(config: CartPoleConfig):
     into two yes-or-no rewards: at least 475 steps, and 0.6 of "centred" for each step (a mean distance of 0.2).
     """
     policy = make_mlp(task.FEATURES, hidden=HIDDEN)
-    algorithm = config.algorithm.replace(objectives=list(task.OBJECTIVES), weights=[], condition=0)
+    both = replace(settings, objectives=OBJECTIVES, weights=(), condition=0)
 
     def signal(params: Any, key: jax.Array) -> dict[str, jax.Array]:
         start, act = jax.random.split(key)
         starts = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), task.reset(start, 1))
         episodes = task.play_episodes(lambda x: policy.apply(params, x), starts, act)
-        rewards = episode_rewards(algorithm, episodes.positions.T[None], episodes.mask.T[None]).sum(axis=2)
+        rewards = episode_rewards(both, episodes.positions.T[None], episodes.mask.T[None]).sum(axis=2)
         upright, centred = rewards[..., 0], rewards[..., 1]
         passed = jnp.stack([upright >= 475, centred >= 0.6 * upright], axis=-1).astype(jnp.float32)
         figures = {}
         for kind, given in (("", rewards), ("_passed", passed)):
-            for name, dead in zip(task.OBJECTIVES, groups_without_signal(given)[0], strict=True):
+            for name, dead in zip(OBJECTIVES, groups_without_signal(given)[0], strict=True):
                 figures[f"dead{kind}/{name}"] = dead
             figures[f"dead{kind}/sum"] = groups_without_signal(sum_rewards(given))[0]
         for how, advantages in joined(rewards).items():
-            for name, own in zip(task.OBJECTIVES, (upright, centred), strict=True):
+            for name, own in zip(OBJECTIVES, (upright, centred), strict=True):
                 figures[f"share/{how}/{name}"] = correlation(advantages[0], group_advantages(own)[0])
         return figures
 
@@ -119,15 +103,16 @@ def correlation(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def train(name: str, seeds: int, iterations: int | None) -> Measured:
     """Trains all seeds of one algorithm, block by block, and looks at them after every block."""
-    config = configure(name, seeds, iterations)
-    training, keys = make_train(config), seed_keys(config.seed, seeds)
+    settings = replace(RUNS[name], **({"iterations": iterations} if iterations else {}))
+    every = 1 if settings.algorithm == "ppo" else 2  # a PPO iteration has more steps than GRPO's first ones
+    training, keys = make_training(settings), seed_keys(0, seeds)
     began, devices = time.perf_counter(), seed_devices(seeds)
     state = over_seeds(training.init, devices)(keys)
-    block = over_seeds(training.block, devices).lower(state).compile()
+    block = over_seeds(partial(training.train, iterations=every), devices).lower(state).compile()
     evaluate = over_seeds(training.evaluate, devices).lower(state).compile()
     compiling, seconds, at, rows, seen = time.perf_counter() - began, 0.0, [0.0], [evaluate(state)], []
-    signal = over_seeds(make_signal(config), devices) if name == WATCHED else None
-    for index in range(config.training.iterations // config.evaluation.every):
+    signal = over_seeds(make_signal(settings), devices) if name == WATCHED else None
+    for index in range(settings.iterations // every):
         began = time.perf_counter()
         state, _, measures = jax.block_until_ready(block(state))
         seconds += time.perf_counter() - began
@@ -139,20 +124,19 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
     curves = {key: stacked(rows, key) for key in ("environment_steps", "episode_return", "centred", "distance")}
     curves |= {key: stacked(seen, key) for key in (seen[0] if seen else ())}
     sizes = jax.eval_shape(training.init, jax.random.key(0))
-    schedule = "linear" if config.algorithm.name == "ppo" else "constant"
+    schedule = "linear" if settings.algorithm == "ppo" else "constant"
     figures = {
-        "config": RUNS[name][0],
-        "objectives": list(config.algorithm.objectives),
+        "objectives": list(settings.objectives),
         "width": task.WIDTH,
-        "condition": config.algorithm.condition,
+        "condition": settings.condition,
         "seconds": seconds,
         "seconds_at": at,
         "compile_seconds": compiling,
         "parameters": {name: count_weights(tree) for name, tree in sizes.variables.items()},
         "optimizer_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sizes.optimizer)),
-        "iterations": config.training.iterations,
-        "learning_rate": f"{config.optimizer.learning_rate:g}, {schedule}",
-        "every": config.evaluation.every,
+        "iterations": settings.iterations,
+        "learning_rate": f"{settings.learning_rate:g}, {schedule}",
+        "every": every,
     }
     return Measured(curves, figures)
 
@@ -179,7 +163,7 @@ def main() -> None:
     parser.add_argument("--draw_only", action="store_true", help="Train nothing.")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="Train these anew.")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--iterations", type=int, help="Instead of the configs', for a quick look.")
+    parser.add_argument("--iterations", type=int, help="Instead of the settings', for a quick look.")
     parser.add_argument("--out", type=Path, default=HERE, help="Folder of comparison.json, comparison.md and images/.")
     options = parser.parse_args()
     split_processor()

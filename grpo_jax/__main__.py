@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from grpo_jax import completion, demo, evaluate, export, predict, recommend, report, train
+from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.errors import UserError, exit_process, restart_with_memory_settings, run_cli, short_name, version
 from grpo_jax.planning import PLAN
 
@@ -23,10 +24,12 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   demo        serve a page on this machine to try a run's policy: --run DIR
   report      write a run's report.html again: DIR [--out FILE]
   recommend   recommend items with a run's policy: --run DIR --history "title | title"
+  cartpole    train on CartPole, to see the algorithms learn in a minute: --algorithm grpo|gdpo|ppo
   completion  print a script that completes these words: source <(grpo completion bash|zsh)
 
 grpo COMMAND --help lists the options. In Python: from grpo_jax import make_config, run, load_rewriter"""
 _OTHERS = {
+    "cartpole": cartpole.main,
     "completion": completion.main,
     "demo": demo.main,
     "evaluate": evaluate.main,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from grpo_jax import demo, evaluate, export, predict, recommend, report
+from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.config.command_line import find_config, read_config, shipped_configs
 from grpo_jax.config.fields import merged, walk
-from grpo_jax.config.run import TASKS
+from grpo_jax.config.run import TASKS, Config
 from grpo_jax.errors import command, run_parser
 from grpo_jax.planning import MEMORY, TARGET
 
@@ -52,15 +53,16 @@ def _print(options: argparse.Namespace) -> None:
     for name in TASKS.kinds:
         task: Any = TASKS.class_of(name)
         default = read_config(find_config(task.default_config)) if task.default_config else {}
-        fields = walk(task.config, merged(merged(task.defaults, default), {"task": name}))
+        fields = walk(Config, merged(merged(task.defaults, default), {"task": name}))
         for field in (field for field in fields if not field.inner and "[]" not in field.path):
             sections[field.section or "run"] = None
             values[f"--{field.path}"] = _values(field.info.annotation)
     trains = ["--config", "--help", "--print_config", "--debug", "--rewards", *values]
     starts = {"train": trains, "resume": trains, "plan": [MEMORY, TARGET, *trains], "completion": []}
-    for module in (demo, evaluate, export, predict, recommend, report):
-        actions = [action for action in module.make_parser()._actions if action.option_strings]
-        starts[module.__name__.rpartition(".")[2]] = [action.option_strings[-1] for action in actions]
+    for module in (cartpole, demo, evaluate, export, predict, recommend, report):
+        parser = module.make_parser()
+        options_of = [action.option_strings[-1] for action in parser._actions if action.option_strings]
+        starts[parser.prog.removeprefix("grpo ")] = options_of
     values |= {"--config": [*shipped_configs(), _FILE], "--task": [*TASKS.kinds, _FILE], "--help": [*sections]}
     values |= {"grpo": [*starts], "completion": [*_SHELLS]} | {f"{name} -": words for name, words in starts.items()}
     cases = [f'        "{word}") choices="{" ".join(names)}";;' for word, names in values.items()]

@@ -23,11 +23,12 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
+    from grpo_jax.config.run import Config
     from grpo_jax.runs.session import Callback
 
 
 def run(
-    config: Any,
+    config: Config,
     *,
     prompts: Any = None,
     rewards: Any = None,
@@ -69,7 +70,7 @@ def run(
 
 @extras_named()
 def _run(
-    config: Any, callbacks: tuple[Callback | None, ...] = (), prompts: Any = None, rewards: Any = None
+    config: Config, callbacks: tuple[Callback | None, ...] = (), prompts: Any = None, rewards: Any = None
 ) -> dict[str, Any]:
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")

@@ -80,11 +80,7 @@ CHECKS = {
     SOURCE: [Check(["grpo", "--version"], says="0."), text_task("run")],
     "cartpole": [
         absent("torch"),
-        Check(
-            ["grpo", "train", "--config=cartpole_grpo", "--training.iterations=10", "--run_dir=run"],
-            says="seeds",
-            leaves="run/summary.json",
-        ),
+        Check(["grpo", "cartpole", "--iterations=10", "--out=out"], says="of 10 solved", leaves="out/metrics.jsonl"),
     ],
     "logging": [
         text_task("events", leaves="tensorboard/events*"),

@@ -12,12 +12,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
+from grpo_jax.cartpole.environment import play_greedily, play_steps, reset
+from grpo_jax.cartpole.training import action_entropy, action_logprobs
 from grpo_jax.core.masking import masked_whiten
 from grpo_jax.core.ppo import explained_variance, ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages
 from grpo_jax.models.layers import make_mlp
-from grpo_jax.tasks.cartpole.environment import play_greedily, play_steps, reset
-from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
@@ -192,7 +192,7 @@ print(
 assert spread[0.0] < spread[0.95] < spread[1.0]
 
 # %% [markdown]
-# The whole algorithm is `python -m grpo_jax.train --config cartpole_ppo`. [Page 4](4_grpo.md) removes the critic.
+# The whole algorithm is `python -m grpo_jax.cartpole --algorithm ppo`. [Page 4](4_grpo.md) removes the critic.
 #
 # ## Exercises
 #

@@ -11,13 +11,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
+from grpo_jax.cartpole.environment import play_episodes, play_greedily, reset
+from grpo_jax.cartpole.training import action_entropy, action_logprobs
 from grpo_jax.core.advantages import group_advantages, groups_without_signal
 from grpo_jax.core.kl import KLPenalty
 from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.core.returns import discounted_returns, normalised_returns
 from grpo_jax.models.layers import make_mlp
-from grpo_jax.tasks.cartpole.environment import play_episodes, play_greedily, reset
-from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 
 np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 

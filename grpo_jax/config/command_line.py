@@ -14,10 +14,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config.fields import KEY, Argument, ConfigField, Section, build, hint, merged, to_yaml, walk
+from grpo_jax.config.fields import KEY, Argument, ConfigField, build, hint, merged, to_yaml, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import ALL_NAMES, REMOVED, fields_of, hint_for
-from grpo_jax.config.run import find_task, make_config
+from grpo_jax.config.run import Config, find_task, make_config
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
@@ -72,8 +72,8 @@ Exit code: 0 if it fits, 1 if not.
 """The beginning of each command's first screen."""
 
 
-def parse(arguments: Sequence[str], command: str = "train") -> Any:
-    """Read the command line into a `Config`, or the task's own class of config.
+def parse(arguments: Sequence[str], command: str = "train") -> Config:
+    """Read the command line into a `Config`.
 
     Later values win: the task's defaults, the files of --config, the arguments. Without --config the file is the run
     directory's config.yaml on --resume, else the task's default. `command` is the command that --help describes.
@@ -87,15 +87,14 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     values = reduce(merged, map(read_config, files), neutral)
     task = [(name, value) for name, value in own if name in ("task", f"task.{KEY}")]
     values = _assigned(values, task)
-    chosen = find_task(values.get("task"))
-    values, kind = merged(chosen.defaults, values), chosen.config
+    values = merged(find_task(values.get("task")).defaults, values)
     judges = _assigned(values, [(name, value) for name, value in own if _JUDGE.fullmatch(name)])
-    texts = {field.path for field in walk(kind, judges) if field.info.annotation in (str, str | None)}
+    texts = {field.path for field in walk(Config, judges) if field.info.annotation in (str, str | None)}
     values = _assigned(values, own, texts)
     if asked["help"]:
-        shown = help_text(asked["help"][0], kind, values, command)
+        shown = help_text(asked["help"][0], values, command)
     else:
-        config = build(kind, values)
+        config = build(Config, values)
         if not asked["print_config"]:
             return config
         shown = to_yaml(config).rstrip("\n")
@@ -134,7 +133,7 @@ def read_config(path: Path) -> Fields:
     return dict(values)
 
 
-def load_config(path: Path) -> Any:
+def load_config(path: Path) -> Config:
     """Load a YAML file's config, over the defaults of its task; UserError as in `parse`."""
     return make_config(read_config(path))
 
@@ -204,9 +203,9 @@ def _assigned(values: Values, arguments: Sequence[tuple[str, str]], texts: Colle
     return dict(values)
 
 
-def help_text(topic: str, kind: type[Section], values: Values, command: str) -> str:
+def help_text(topic: str, values: Values, command: str) -> str:
     """Return the text of `--help TOPIC`: "" for the first screen, a section, a field, or "all"; else a UserError."""
-    fields = [field for field in walk(kind, values) if field.inner is None or "list" in str(field.info.annotation)]
+    fields = [field for field in walk(Config, values) if field.inner is None or "list" in str(field.info.annotation)]
     sections: dict[str, str] = {}
     for field in fields:
         whole = _home(field) == field.path

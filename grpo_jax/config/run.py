@@ -1,4 +1,4 @@
-"""Config of a run of a language policy: all sections, and the checks that span them."""
+"""Config of a run: all sections, and the checks that span them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
-class BaseConfig(Section):
-    """Base class of the config of any run."""
+class Config(Section):
+    """Seed, folder and other settings of the whole run."""
 
     task: Annotated[Any, TASKS]
     """Task of the policy: a name of the package, package.module:Class or file.py:Class, with its own fields beside
@@ -37,11 +37,6 @@ class BaseConfig(Section):
     """Continue the run in run_dir from its last checkpoint."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
-
-
-class Config(BaseConfig):
-    """Seed, folder and other settings of the whole run."""
-
     deterministic: bool = resume_mutable(False)
     """Use deterministic kernels on GPUs, which are slower; CPU runs always are deterministic."""
     push_to_hub: str = resume_mutable("")
@@ -159,7 +154,7 @@ def find_task(value: Any) -> type:
         raise UserError(f"task: {error}") from error
 
 
-def make_config(values: Values | None = None, **sections: Any) -> Any:
+def make_config(values: Values | None = None, **sections: Any) -> Config:
     """Make the config of a run from nested plain values, as in a YAML file, over the task's defaults.
 
         make_config(task="text", policy={"path": "path/to/Qwen2.5-0.5B-Instruct"}, sampling={"group_size": 8})
@@ -168,12 +163,8 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
         values: The values as one mapping.
         sections: Values as keywords; they override `values`.
 
-    Returns:
-        A `Config`, or the task's own config class.
-
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
     given = merged(values or {}, sections)
-    task = find_task(given.get("task"))
-    return build(task.config, merged(task.defaults, given))
+    return build(Config, merged(find_task(given.get("task")).defaults, given))

@@ -1,4 +1,4 @@
-"""Sections of the config that all language tasks share. The docstrings are the text of --help."""
+"""Sections of the config that all tasks share. The docstrings are the text of --help."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ def published_policies() -> Mapping[str, Mapping[str, Any]]:
     return load_json(Path(__file__).with_name("published.json"))
 
 
-def show_plan(config: object, request: Namespace) -> int:
+def show_plan(config: Config, request: Namespace) -> int:
     """Print the plan of a config, with the options of `take_request`; return 0 if it fits, 1 if not."""
     target = parse_target(request.target) if request.target else None
-    if not isinstance(config, Config) or config.policy.path == NEW:
+    if config.policy.path == NEW:
         raise UserError(f"{PLAN}: a small policy, made when the run begins, takes little; there is nothing to plan")
     size, gib = config.policy.mesh.size, request.gib
     if target is not None:

@@ -167,7 +167,7 @@ def result_lines(summary: Values, display: Display = Display()) -> list[str]:
     if not measures:
         return ["no prompts were held out: nothing was measured before and after training"]
     width = max([*map(len, measures), 16])
-    lines = [f"{summary.get('measured_on', 'held-out prompts'):<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
+    lines = [f"{'held-out prompts':<{width}} {'before':>9} {'after':>9} {'oracle':>9}"]
     for name, values in measures.items():
         lines.append(f"{name:<{width}} " + " ".join(cell(name, values.get(k)) for k in ("before", "after", "oracle")))
     if summary.get("improvement") is not None:

@@ -35,7 +35,7 @@ _CELLS = (str, bool, int, float, type(None))
 class RunOutput:
     """The output of one run; closed when its block ends."""
 
-    def __init__(self, config: Any, *, stream: TextIO | None = None):
+    def __init__(self, config: Config, *, stream: TextIO | None = None):
         """Create or open the run directory and write config.yaml; `stream` replaces standard output.
 
         Raises:
@@ -44,7 +44,7 @@ class RunOutput:
         """
         if "wandb" in config.report_to:
             importlib.import_module("wandb")  # `extras_named` tells of a missing package
-        self._repo = getattr(config, "push_to_hub", "")  # a task's config may lack it
+        self._repo = config.push_to_hub
         if self._repo:
             require_hub(self._repo)
         self._config, self._display = config, config.task.display
@@ -111,7 +111,7 @@ class RunOutput:
                 self._services.remove(service)
                 self.warning(f"no more events for {type(service).__name__}: {one_line(error)}")
 
-    def finish(self, finished: Finished, *, config: Any) -> None:
+    def finish(self, finished: Finished, *, config: Config) -> None:
         """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run."""
         self._end_line()
         summary = finished.summary
@@ -171,7 +171,7 @@ class RunOutput:
         self._show = None
 
 
-def open_output(config: Any) -> RunOutput | NoOutput:
+def open_output(config: Config) -> RunOutput | NoOutput:
     """Open a run's output; with several processes, only process 0 has one."""
     return on_all_processes(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
 

@@ -90,7 +90,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
     return count
 
 
-def join(config: Any) -> Any:
+def join(config: Config) -> Config:
     """Join the processes that the environment announces, and return the config with the run_dir of process 0.
 
     Raises UserError in all processes if their inputs differ.
@@ -98,8 +98,6 @@ def join(config: Any) -> Any:
     count, _ = announced()
     if count == 1:
         return config
-    if not isinstance(config, Config):
-        raise UserError(f"task: this one runs in one process, and {count} were started: start one (srun --ntasks=1)")
     mesh, async_level = config.policy.mesh, config.training.async_level
     require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
     require(async_level == 0, "training.async_level", f"0 with a policy over {count} processes", async_level)

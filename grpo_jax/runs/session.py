@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_jax.config.fields import Section, differences, identity, to_yaml
+from grpo_jax.config.fields import differences, identity, to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import broadcast, is_main_process
@@ -49,7 +49,7 @@ class Progress(NamedTuple):
         iterations: Total iterations.
         seconds: By stage; "total" counts only earlier processes, in a checkpoint also this one.
         identity: "config": the fields that change learning; "task": other values that must not change on resume.
-        notes: Memory of the run. For a policy: "before", held-out measures at the start by kind of text ("greedy",
+        notes: Memory of the run: "before", held-out measures at the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             at the start; "watched", eval rewards of each test and validation prompt at the start; "remembered", for
             the task's findings; "streaks" of iterations without a reward, "constant" of those with one value,
@@ -78,12 +78,12 @@ class Progress(NamedTuple):
             raise UserError(told) from None
 
 
-def identity_of(config: Section, task: Mapping[str, object]) -> dict[str, Record]:
+def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]:
     """Return the config and task fields that must not change on resume."""
     return {"config": identity(config), "task": dict(task)}
 
 
-def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str, object], folder: Path) -> None:
+def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str, object], folder: Path) -> None:
     """Raise UserError naming the differences if a checkpoint has another configuration or other data."""
     changed = differences(saved["config"], config)
     if changed:
@@ -250,15 +250,14 @@ class EarlyStopping(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """One process's part of a run, as every training loop uses it.
+    """One process's part of a run, as the training loop uses it.
 
     Attributes:
-        config: The run's config, of any task.
         output: Run directory, terminal and metric writers (`reports.output`).
         clock: time.monotonic() when the process began.
     """
 
-    config: Any
+    config: Config
     output: Any
     checkpoints: Checkpoints
     stop: StopRequests

@@ -48,15 +48,14 @@ from grpo_jax.runs.session import (
     stop_requests,
 )
 from grpo_jax.runs.sft import warm_up
-from grpo_jax.tasks.task import Blocks, TaskSetup
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 
 _UPDATE_STREAM = 2**31 - 3
 
 
 def train(
-    config: Any,
-    open_output: Callable[[Any], Any],
+    config: Config,
+    open_output: Callable[[Config], Any],
     *,
     prompts: Any = None,
     rewards: Any = None,
@@ -68,7 +67,6 @@ def train(
     """
     enable_compile_cache()
     config, clock = join(config), time.monotonic()
-    is_language = isinstance(config, Config)
     with (
         stop_requests() as stop,
         ending_together(config.run_dir),
@@ -78,19 +76,14 @@ def train(
         require_shared(output.directory.path)
         try:
             with stop.at_once():
-                if is_language:
-                    loaded: Any = load_run(config, output, prompts, rewards, stop.is_set, leaving)
-                else:
-                    loaded = config.task.load(TaskSetup(config, None, output.info))
+                ctx = load_run(config, output, prompts, rewards, stop.is_set, leaving)
         except Stopped:
             output.info(f"stopped while loading: continue with --resume --run_dir {config.run_dir}")
             return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep, warning=output.warning) as checkpoints:
-            session = Session(loaded.config if is_language else config, output, checkpoints, stop, callbacks, clock)
-            if not is_language:
-                return train_blocks(session, loaded)
-            trainer = Trainer(session, loaded)
+            session = Session(ctx.config, output, checkpoints, stop, callbacks, clock)
+            trainer = Trainer(session, ctx)
             try:
                 with trainer.saved_where_it_ends():
                     trainer.begin()
@@ -351,43 +344,3 @@ class Trainer:
         """Save a checkpoint of the loop, in the background unless a callback waits for it."""
         self.save(wait=self.session.callbacks.on_checkpoint is not None)
         self.session.call_back("on_checkpoint", self.progress, {})
-
-
-def train_blocks(session: Session, blocks: Blocks) -> Record:
-    """Train a task with its own compiled blocks of iterations, without prompts or judges."""
-    config, output, state = session.config, session.output, blocks.start
-    iterations, every = config.training.iterations, config.training.save_every
-    if progress := session.resumed({}, iterations):
-        session.keep_config()
-        state = type(state)(**session.checkpoints.restore("latest", state._asdict())[0])
-        output.truncate(progress.iteration)
-        output.info(f"resumed after iteration {progress.iteration} of {iterations}")
-        progress = progress._replace(iterations=iterations)
-    else:
-        output.truncate(0)
-        notes, seconds, line = blocks.measure_start()
-        progress = Progress(0, iterations, None, 0, seconds, identity_of(config, {}), notes)
-        output.info(line)
-        session.save(progress, state._asdict(), wait=True)
-    output.start(iterations, progress.iteration)
-    while progress.iteration < iterations and not session.stop.is_set():
-        state, rows, seconds, notes = blocks.advance(state, progress.iteration, progress.notes)
-        done, seconds = progress.iteration + len(rows), added(progress.seconds, seconds)
-        progress = progress._replace(iteration=done, seconds=seconds, notes=notes)
-        for row in rows:
-            output.iteration(row)
-        try:
-            for row in rows:
-                session.call_back("on_iteration", progress, row)
-            if every and done % every == 0:
-                session.save(progress, state._asdict(), wait=session.callbacks.on_checkpoint is not None)
-                session.call_back("on_checkpoint", progress, {})
-        except StopRun as error:
-            session.save(progress, state._asdict(), wait=True)
-            raise explained(error, done, config.run_dir, resumable=True, hint="") from error
-        session.watch_clock(progress)
-    session.save(progress, state._asdict(), wait=True)
-    if progress.iteration < iterations:
-        return session.stopped(progress.iteration)
-    session.save(progress, state._asdict(), name="final")
-    return session.finish(progress, blocks.finish(state, progress.iteration, progress.seconds, progress.notes))

@@ -1,8 +1,7 @@
-"""The protocol of a task: its section of the config, and its data or blocks.
+"""The protocol of a task: its section of the config, and its data.
 
-A task derives from `Task`. Its fields are its config (`--task.FIELD`), each with a docstring as help. The `load` of a
-language task returns `TaskData`: prompts, rewards and related data. The `load` of any other task returns `Blocks`,
-compiled iterations.
+A task derives from `Task`. Its fields are its config (`--task.FIELD`), each with a docstring as help. Its `load`
+returns `TaskData`: prompts, rewards and related data.
 
     class Countdown(Task):
         \"""Reach a number with the four operations.\"""
@@ -22,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import BeforeValidator
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 Info = Callable[..., None]
 """info(name, detail) prints a line of a run's opening."""
-State = Any
-"""The state that `Blocks` change."""
 Notes = dict[str, Any]
 """JSON values that every checkpoint keeps."""
 
@@ -63,7 +60,7 @@ class Choices(NamedTuple):
 class TaskSetup(NamedTuple):
     """Arguments of `Task.load`: the run's config, rows that replace data.prompts or None, and `Info`."""
 
-    config: Any
+    config: Config
     prompts: PromptSet | None
     info: Info
 
@@ -267,7 +264,7 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class TaskData:
-    """A loaded language task, without judges and policy, whose weights are loaded last.
+    """A loaded task, without judges and policy, whose weights are loaded last.
 
     Attributes:
         prompts: Rows for training, validation and testing.
@@ -302,13 +299,11 @@ class Task(Section):
     """A task of a policy.
 
     Attributes:
-        config: Type of a run's config; its field `task` holds the task.
         defaults: The task's defaults for the run's sections, as in a YAML file.
         default_config: A shipped config to use without --config; None for the defaults.
         display: Display settings of its measures.
     """
 
-    config: ClassVar[type] = Config
     defaults: ClassVar[Mapping[str, Any]] = {}
     default_config: ClassVar[str | None] = None
     display: ClassVar[Display] = Display()
@@ -333,11 +328,8 @@ class Task(Section):
         """
         return None
 
-    def load(self, setup: TaskSetup) -> TaskData | Blocks:
-        """Load the task's data, but no weights; UserError if they are missing or invalid.
-
-        A task without language, which has its own config type, returns its compiled iterations.
-        """
+    def load(self, setup: TaskSetup) -> TaskData:
+        """Load the task's data, but no weights; UserError if they are missing or invalid."""
         raise NotImplementedError
 
 
@@ -357,29 +349,3 @@ class Finished(NamedTuple):
     tables: Sequence[Table] = ()
     gallery: Sequence[GalleryEntry] = ()
     episodes: Sequence[EpisodeEntry] = ()
-
-
-class Blocks(Protocol):
-    """Compiled blocks of iterations of a task without prompts. Everything depends only on seed and iteration."""
-
-    @property
-    def start(self) -> State:
-        """Return the state at the start, a NamedTuple; its fields are the parts of every checkpoint."""
-        ...
-
-    def measure_start(self) -> tuple[Notes, dict[str, float], str]:
-        """Evaluate the start; return notes, seconds by stage, and a line to print."""
-        ...
-
-    def advance(
-        self, state: State, iteration: int, notes: Notes
-    ) -> tuple[State, list[dict[str, float]], dict[str, float], Notes]:
-        """Run the block after `iteration` iterations; return state, rows of metrics with "step", seconds, notes.
-
-        The state is donated.
-        """
-        ...
-
-    def finish(self, state: State, iteration: int, seconds: Mapping[str, float], notes: Notes) -> Finished:
-        """Evaluate the end."""
-        ...

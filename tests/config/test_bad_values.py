@@ -32,7 +32,6 @@ TABLE = f"""
 --policy.lora=3 | policy.lora: expected a mapping, got '3'
 --rewards=[3] | rewards[0]: expected a mapping, got 3
 --algorithm.advantage=gdop | (did you mean gdpo?), got 'gdop'
---task=cartpole --algorithm.weights=[wide] | algorithm.weights[0]: expected a number, got 'wide'
 --task={COUNTDOWN}:Countdown --task.largest=2 | task.largest: expected a number >= 3, got 2
 --task=prompt_enhancement --task.invalid=free | task.invalid: expected
 # fields that are not there: the nearest, another library's, one that left
@@ -42,7 +41,6 @@ TABLE = f"""
 --devices.polcy=cpu | devices: expected names of policy, got ['polcy']
 --task=recommendation --task.retrieval.bakend=a | task.retrieval.bakend: no such field; did you mean task.retrieval.back
 --task=prompt_enhancement --judges.scorer.modl=x | judges.scorer.modl: no such field; did you mean judges.scorer.model
---task=cartpole --num_generations=4 | num_generations: no such field; did you mean
 --training.beta=.1 | training.beta: no such field; here it is algorithm.kl_coef; by default 0
 --sampling.learning_rate=1 | sampling.learning_rate: no such field; here it is optimizer.learning_rate
 --gradient_checkpointing=true | gradient_checkpointing: no such field; here it is policy.remat: layer
@@ -50,9 +48,6 @@ TABLE = f"""
 --data.streaming=true | data.streaming: no such field; it was removed: data files
 --task=prompt_enhancement --judges.renderer.scheduler=x | judges.renderer.scheduler: no such field; it was removed
 --config=recommendation_slates | no such file; it was removed: use recommendation_quick
---task=cartpole --algorithm.clip_low=.1 | algorithm.clip_low: no such field; it is a constant of CartPole
---task=cartpole --rollout.group_size=8 | rollout: no such field; it was removed: CartPole has algorithm.group_size
---task=cartpole --judges.renderer.steps=4 | judges: no such field
 --judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is a constant
 --judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it was removed: an actor has
 # options
@@ -100,10 +95,6 @@ train | train: expected an option, such as --config FILE
 --task=environment --task.environment=[a.py:A] --data.prompts=a.jsonl | data.prompts: expected nothing
 --task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
 --task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
---task=cartpole --algorithm.weights=[1,2] | algorithm.weights: expected none or 1 numbers
---task=cartpole --algorithm.objectives=[upright,upright] | algorithm.objectives: expected one or more, each once
---task=cartpole --algorithm.condition=5 | algorithm.condition: expected 0 without both objectives
---task=cartpole --training.iterations=15 | training.iterations: expected a multiple of evaluation.every = 10, got 15
 --algorithm.turn_advantage=return --algorithm.advantage=gae | algorithm.turn_advantage: expected 'last' with advantage
 --algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'
 --algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with
@@ -192,7 +183,7 @@ def test_ranges_hold_for_sections_of_python_too():
         SamplingSection(top_p=2.0)
     with pytest.raises(UserError, match=r"LoraSection.rank: expected a whole number, got 2.5"):
         LoraSection(rank=2.5)
-    with pytest.raises(UserError, match=r"task: expected a kind \(cartpole, .*, text, file.py:Class\), got None"):
+    with pytest.raises(UserError, match=r"task: expected a kind \(environment, .*, text, file.py:Class\), got None"):
         make_config({})
 
 

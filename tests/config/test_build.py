@@ -12,7 +12,6 @@ from grpo_jax.config.fields import ConfigField, Section, build, differences, ide
 from grpo_jax.config.named import load_module, load_object
 from grpo_jax.config.run import JUDGES, TASKS, Config, find_task, make_config
 from grpo_jax.config.sections import PolicySection, RewardSection
-from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.text_task import Text
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -21,7 +20,7 @@ OWN_TASK, OWN_JUDGE = ROOT / "examples" / "own_task" / "task.py", ROOT / "exampl
 
 
 JUDGE_CLASSES = [JUDGES.class_of(name) for name in JUDGES.kinds]
-CLASSES = [Config, CartPoleConfig, *map(find_task, NAMES), *JUDGE_CLASSES]
+CLASSES = [Config, *map(find_task, NAMES), *JUDGE_CLASSES]
 SECTIONS = list(dict.fromkeys(field.about for kind in CLASSES for field in walk(kind, {})))
 
 
@@ -36,7 +35,7 @@ MOST = 220
 
 
 def sections(kind=Section):
-    """Every section of the packages: those of runs and CartPole, tasks, judges, pools, retrieval."""
+    """Every section of the packages: those of runs, tasks, judges, pools, retrieval."""
     for inner in kind.__subclasses__():
         yield from (inner, *sections(inner))
 
@@ -55,7 +54,7 @@ def test_there_are_few_fields():
 
 def same_again(config, folder):
     """Through plain values, YAML and a file, by Python and by the command."""
-    assert build(type(config), config.model_dump()) == config
+    assert build(Config, config.model_dump()) == config
     assert make_config(yaml.safe_load(to_yaml(config))) == config
     (folder / "config.yaml").write_text(to_yaml(config))
     assert load_config(folder / "config.yaml") == config

@@ -84,7 +84,6 @@ def test_another_class_takes_the_fields_of_the_old_one_with_it():
 
 def test_without_a_config_it_is_the_tasks_default_or_the_run_that_is_resumed(tmp_path):
     assert parse([]) == parse(["--task", "prompt_enhancement"]) == parse(["--config", "prompt_enhancement_miniature"])
-    assert parse(["--task", "cartpole"]) == parse(["--config", "cartpole_grpo"])
     assert parse(["--task=recommendation", "--seed=1"]) == parse(["--config=recommendation_dummy", "--seed=1"])
     assert parse(["--task", "text"]) == make_config(task="text")
     (tmp_path / "config.yaml").write_text("seed: 11\ntask: text\n")
@@ -176,7 +175,7 @@ def test_commands_reach_their_runs(tmp_path, capsys):
         assert __main__.main(words) == 0
         shown = capsys.readouterr().out
         assert all(f"\n  {name} " in shown for name in ("train", "resume", "plan", "evaluate", "export", "report"))
-    assert __main__.main(["train", "--task=cartpole", "--plan"]) == 2
+    assert __main__.main(["train", "--task=recommendation", "--plan"]) == 2
     assert "there is nothing to plan" in capsys.readouterr().err
 
 
@@ -227,12 +226,13 @@ COMPLETED = {
     "grpo train --seed 1 --algorithm.preset d": "dapo dppo_tv dr_grpo drpo",
     "grpo train --algorithm.preset = ci": "cispo",
     "grpo train --task rec": "recommendation",
-    "grpo train --config cartpole_g": "cartpole_gdpo cartpole_gdpo_conditioned cartpole_grpo",
+    "grpo train --config recommendation_b": "recommendation_beauty recommendation_beauty_ranking",
     "grpo train --config my": "my folder my.yaml",
     "grpo train --data.prompts q": "questions.jsonl",
     'grpo train --training.max_steps ""': "",
     "grpo plan --targ": "--target",
     "grpo export --dt": "--dtype",
+    "grpo cartpole --obj": "--objectives",
 }
 
 

@@ -38,7 +38,7 @@ def line_of(capsys, command, *arguments):
         (b"task: \xff\n", "config.yaml: not UTF-8 text; save it as UTF-8"),
         (b"seed: 1\n", "task: expected a kind"),
         (b"run_dir: !!python/object/apply:os.system ['touch trace']\n", "not valid YAML"),
-        (b"task: text\ntask: cartpole\n", "config.yaml: not valid YAML: line 2: 'task' occurs twice in one section"),
+        (b"task: text\ntask: environment\n", "config.yaml: not valid YAML: line 2: 'task' occurs twice in one section"),
         (BOMB.encode(), "stands for more than 100,000 entries"),
         (b"task: &a [*a]\n", "nested deeper than 32 levels"),
         (b"task: text\nwatch: " + b"[" * 100 + b"]" * 100, "nested deeper than 32 levels"),

@@ -33,17 +33,15 @@ PATIENCE = 240.0  # seconds; only a hang takes that long
 def preload(names: Sequence[str]) -> None:
     """Imports what runs of these names need."""
     import grpo_jax.runs.trainer
-    import grpo_jax.tasks.cartpole.program
     import grpo_jax.train  # noqa: F401
 
     if "miniature" in names:
         import diffusers  # noqa: F401
         import open_clip  # noqa: F401
-    if set(names) != {"cartpole"}:
-        import torch
-        import transformers  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
 
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
 
 
 def run(arguments: Sequence[str], *, before: Callable[[], None], folder: Path) -> Ended:

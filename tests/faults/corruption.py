@@ -43,9 +43,9 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, cut, empty, 
 
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """`count` damages to a checkpoint, in every file in turn."""
-    preload(("cartpole",))
+    preload(("text",))
     draw = random.Random(seed)
-    (kind,) = make_runs(folder, ("cartpole",))
+    (kind,) = make_runs(folder, ("text",))
     Reference.of(kind, folder / kind.name)
     run = folder / kind.name / "uninterrupted"
     newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))

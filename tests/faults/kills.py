@@ -22,19 +22,19 @@ from faults.outcome import Outcome
 from faults.runs import NAMES, Tried, differences, make_runs, outcome_of
 
 PHASES = {
-    "load": ("grpo_jax.runs.trainer:load", "grpo_jax.tasks.cartpole.program:make_train"),
-    "baseline": ("grpo_jax.runs.trainer:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleBlocks._measure"),
-    "SFT": ("grpo_jax.runs.trainer:warm_up",),
-    "iteration": ("grpo_jax.runs.batches:draw", "grpo_jax.tasks.cartpole.program:CartPoleBlocks.advance"),
-    "records": ("grpo_jax.reports.output:RunOutput.iteration",),
-    "validation": ("grpo_jax.runs.trainer:Trainer.validate",),
-    "save": ("grpo_jax.runs.checkpoint:Checkpoints.save",),
-    "seal": ("grpo_jax.runs.checkpoint:Checkpoints._seal",),
-    "name": ("grpo_jax.runs.checkpoint:Checkpoints.save_as",),
-    "export": ("grpo_jax.models.policy:Policy.save",),
-    "images": ("grpo_jax.runs.directory:RunDirectory.write_images",),
-    "report": ("grpo_jax.reports.output:write_report",),
-    "resume": ("grpo_jax.runs.trainer:Trainer.resume",),
+    "load": "grpo_jax.runs.trainer:load",
+    "baseline": "grpo_jax.runs.trainer:measure_all",
+    "SFT": "grpo_jax.runs.trainer:warm_up",
+    "iteration": "grpo_jax.runs.batches:draw",
+    "records": "grpo_jax.reports.output:RunOutput.iteration",
+    "validation": "grpo_jax.runs.trainer:Trainer.validate",
+    "save": "grpo_jax.runs.checkpoint:Checkpoints.save",
+    "seal": "grpo_jax.runs.checkpoint:Checkpoints._seal",
+    "name": "grpo_jax.runs.checkpoint:Checkpoints.save_as",
+    "export": "grpo_jax.models.policy:Policy.save",
+    "images": "grpo_jax.runs.directory:RunDirectory.write_images",
+    "report": "grpo_jax.reports.output:write_report",
+    "resume": "grpo_jax.runs.trainer:Trainer.resume",
 }
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -140,14 +140,13 @@ def _moment(reference: Reference, draw: random.Random, *, again: bool = False) -
 
 def _watch(told: Callable[[str, Callable[[], Any]], Any]) -> None:
     """Puts `told(phase, call)` in the place of every function of the phases; it makes the call."""
-    for phase, places in PHASES.items():
-        for place in places:
-            module, _, path = place.partition(":")
-            owner: Any = importlib.import_module(module)
-            *outer, name = path.split(".")
-            for part in outer:
-                owner = getattr(owner, part)
-            setattr(owner, name, _wrapped(getattr(owner, name), phase, told))
+    for phase, place in PHASES.items():
+        module, _, path = place.partition(":")
+        owner: Any = importlib.import_module(module)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        setattr(owner, name, _wrapped(getattr(owner, name), phase, told))
 
 
 def _wrapped(function: Callable[..., Any], phase: str, told: Callable[..., Any]) -> Callable[..., Any]:

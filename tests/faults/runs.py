@@ -46,13 +46,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "sampling": {"group_size": 4},
         **_SMALL,
     },
-    "cartpole": {
-        "config": "cartpole_grpo",
-        "num_seeds": 2,
-        "report_to": [],
-        "training": {"iterations": 40, "save_every": 10},
-        "evaluation": {"every": 5},
-    },
 }
 NAMES = (*_OF_TEXT, *_OTHERS)
 

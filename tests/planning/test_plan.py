@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_named(not_compiled, monkeypatch, capsys):
         (["--plan", "--device_memory_gib=16,none"], "such as 16,16,16"),
         (["--plan", "--device_memory_gib=0"], "such as 16,16,16"),
         (["--plan", "--policy.path=nowhere"], "expected a folder with config.json"),
-        (["--plan", "--task=cartpole"], "nothing to plan"),
+        (["--plan", "--task=recommendation"], "nothing to plan"),
         (["--plan", "--policy.lora.rank=4", "--policy.lora.targets=[c_attn]"], "policy.lora: "),
         (["--plan", "--device_memory_gib=16", "--devices.policy=gpu:3"], "there is no gpu:3"),
     ],

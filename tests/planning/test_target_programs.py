@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "targets"))
 
 from launches import program_sizes, read_program
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("[!c]*.yaml"))  # cartpole's have no language policy
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 LAYER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 1}
 QWEN2 = LAYER | {"model_type": "qwen2", "vocab_size": 2048, "num_key_value_heads": 1, "tie_word_embeddings": True}
 HALF_BILLION = (

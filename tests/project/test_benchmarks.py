@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,10 +12,10 @@ import optax
 import pytest
 import torch
 
+from grpo_jax.cartpole import training
+from grpo_jax.cartpole.environment import Steps
+from grpo_jax.cartpole.settings import MAX_STEPS, SETTINGS, Settings
 from grpo_jax.models.layers import make_mlp
-from grpo_jax.tasks.cartpole import training
-from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
-from grpo_jax.tasks.cartpole.task import CartPole, CartPoleAlgorithm, CartPoleConfig
 
 pytestmark = pytest.mark.wide  # of a benchmark alone
 TOLERANCE = 1e-5
@@ -81,18 +82,18 @@ def padded(array: np.ndarray) -> np.ndarray:
 
 
 def test_the_group_algorithm_has_our_loss_and_gradient():
-    config = CartPoleConfig(task=CartPole(), algorithm=CartPoleAlgorithm(epochs=1, group_size=4))
+    settings = Settings(epochs=1, group_size=4)
     _, _, old = network(1, 1.0)
     ours, params, theirs = network(2, 1.0)
     steps = play(5, old, 8)
-    batch = peer.group_batch(steps, old, config)
-    loss = peer.policy_loss(theirs, batch, config.algorithm)
+    batch = peer.group_batch(steps, old, settings)
+    loss = peer.policy_loss(theirs, batch, settings)
     loss.backward()
 
     mask = padded(steps.mask)
     grouped = jnp.asarray(mask.T.reshape(2, 4, MAX_STEPS))
     rewards = jnp.where(grouped, 1.0, 0.0)[..., None]
-    advantages, _ = training.group_step_advantages(config.algorithm, rewards, grouped)
+    advantages, _ = training.group_step_advantages(settings, rewards, grouped)
     advantages = advantages.reshape(8, MAX_STEPS).T
     assert_close(np.asarray(advantages)[mask], batch.advantages.numpy())
     old_logprobs = np.zeros(mask.shape, np.float32)
@@ -100,7 +101,7 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
     observations, actions = padded(steps.observations), padded(steps.actions) == 1
     given = training.Batch(*map(jnp.asarray, (observations, actions, old_logprobs, advantages, mask)))
     start = {"policy": params}
-    (after, _), figures = training.group_updates(config, ours.apply, SGD, (start, SGD.init(start)), given)
+    (after, _), figures = training.group_updates(settings, ours.apply, SGD, (start, SGD.init(start)), given)
 
     assert abs(figures["mean_ratio"] - 1) > 1e-3  # the policy has moved, so that ratio, clip and KL take part
     assert figures["clip_low"] + figures["clip_high"] > 0.01
@@ -110,22 +111,22 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
 
 def test_ppo_has_our_loss_and_gradient(monkeypatch):
     monkeypatch.setattr(training, "MINIBATCHES", 1)
-    config = CartPoleConfig(task=CartPole(), algorithm=CartPoleAlgorithm(name="ppo", epochs=1))
+    settings = replace(SETTINGS["ppo"], epochs=1)
     _, _, old = network(1, 1.0)
     ours, params, policy = network(2, 1.0)
     critic, value_params, value = network(3, 1.0)
     _, moved, _ = network(4, 1.0)
-    learner = peer.Learner(config, 0, "vector")
+    learner = peer.Learner(settings, 0, "vector")
     steps, _ = peer.play_steps(learner.carts, old, learner.observations, 60)
     assert steps.terminated.sum() > 3
     steps.truncated[20] = ~steps.terminated[20]  # time limits too
-    batch = peer.value_batch(steps, old, value, config.algorithm)
+    batch = peer.value_batch(steps, old, value, settings)
 
     odds = old(torch.from_numpy(steps.observations))[..., 0].detach().numpy()
     lengths = np.ones(steps.mask.shape, np.int32)
     ends = (steps.terminated, steps.truncated, lengths)
     played = Steps(*map(jnp.asarray, (steps.observations, steps.actions == 1, odds, steps.following, *ends)))
-    given, _ = training.step_batch(config, critic.apply, {"value": value_params}, played)
+    given, _ = training.step_batch(settings, critic.apply, {"value": value_params}, played)
     assert_close(np.ravel(given.advantages), batch.advantages.numpy().ravel())
     assert_close(np.ravel(given.returns), batch.returns.numpy().ravel())
     assert_close(np.ravel(given.old_logprobs), batch.old_logprobs.numpy().ravel())
@@ -137,7 +138,7 @@ def test_ppo_has_our_loss_and_gradient(monkeypatch):
     loss.backward()
     start = {"policy": params, "value": value_params}
     (after, _), figures = training.step_updates(
-        config, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0)
+        settings, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0)
     )
     assert float(figures["loss"]) == pytest.approx(loss.item(), abs=TOLERANCE)
     assert_close(step_down(params, after["policy"]), gradients(policy))

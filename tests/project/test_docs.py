@@ -11,11 +11,12 @@ from support import import_checks
 from support.imports import ROOT
 
 from grpo_jax import demo, evaluate, export, predict, recommend, report
+from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.judge import PoolSection
-from grpo_jax.config.run import JUDGES, TASKS, make_config
+from grpo_jax.config.run import JUDGES, TASKS, Config, make_config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, read_options
 from grpo_jax.planning import take_request
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
@@ -24,12 +25,11 @@ OTHERS = {command.__name__: command for command in (demo, evaluate, export, pred
 TASK_NAMES = [*TASKS.kinds]
 TASK_CLASSES = [TASKS.class_of(name) for name in TASK_NAMES]
 JUDGE_CLASSES = [JUDGES.class_of(name) for name in JUDGES.kinds]
-CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
-SECTIONS = {name for kind in CONFIGS for name in kind.model_fields}
+SECTIONS = {*Config.model_fields}
 SHIPPED = (
     *("prompt_enhancement_miniature", "prompt_refinement_miniature"),
     *("prompt_enhancement_sdxl_turbo", "prompt_enhancement_flux_schnell"),
-    *("recommendation_quick", "cartpole_grpo"),
+    "recommendation_quick",
 )
 FOLDERS = "|".join(("grpo_jax", "bridges", "configs", "tests", "benchmarks", "docs", "examples", "scripts"))
 SUFFIX = re.compile(r"\.(py|md|json|jsonl|yaml|txt|tsv|csv|log|html)$")
@@ -59,12 +59,8 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax(?:\.\w+)+)(.*)", line) for line in lines]
-    short = [
-        re.match(
-            r"(?:python -m grpo_jax|grpo) (train|evaluate|export|predict|recommend|report|demo) (-.*|\w+/.*)", line
-        )
-        for line in lines
-    ]
+    names = "train|cartpole|evaluate|export|predict|recommend|report|demo"
+    short = [re.match(rf"(?:python -m grpo_jax|grpo) ({names}) (-.*|\w+/.*)", line) for line in lines]
     found = [(call[1], call[2]) for call in calls if call] + [
         (f"grpo_jax.{call[1]}", call[2]) for call in short if call
     ]
@@ -80,10 +76,10 @@ def dotted_names(text: str) -> set[str]:
 
 
 def is_field(name: str) -> bool:
-    """Whether a dotted name is a field of some task's config; NAME stands for any judge."""
+    """Whether a dotted name is a field of the config; NAME stands for any judge."""
     first, *rest = name.replace("[]", "").split(".")
     given = {"task": TASK_CLASSES, "judges": JUDGE_CLASSES, "rewards": [RewardSection]}
-    kinds = given.get(first) or types_of(CONFIGS, first)
+    kinds = given.get(first) or types_of([Config], first)
     if first == "devices":  # a table
         return True
     for part in rest[1:] if first == "judges" else rest:
@@ -147,6 +143,8 @@ def test_command_lines_parse(page, desk):
     for module, words in commands(PAGES[page]):
         if module == "grpo_jax.train":
             assert not refused(desk(words)), words
+        elif module == "grpo_jax.cartpole":  # it would train
+            read_options(cartpole.make_parser(), words)
         else:  # the options are known; what they name is not there
             assert OTHERS[module].main(words) == 2
 

@@ -15,7 +15,7 @@ from grpo_jax.tasks.task import Task
 
 ROOMS = (
     *("errors", "core", "config", "rewards", "models", "sampling", "training", "rollout", "tasks", "runs", "reports"),
-    *("planning", "commands"),
+    *("planning", "cartpole", "commands"),
 )
 """From the ground up: each imports only from those before it."""
 COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "demo", "completion", "__main__")
@@ -25,7 +25,7 @@ KNOWN_BY_BRIDGES = (
     "grpo_jax.errors",
     *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "sections")),
 )
-TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
+TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|miniature|ndcg|pixel_accuracy)(?!\w)")
 
 OURS = [name for name in FILES if within(name, ["grpo_jax"])]
 BRIDGES = [name for name in FILES if within(name, ["bridges"])]

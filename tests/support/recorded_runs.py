@@ -4,7 +4,8 @@
     PYTHONPATH=tests python -m support.recorded_runs compare before.json after.json
 
 A record holds the metrics of each iteration without timings, the held-out measures, digest and norm of each array of
-the final checkpoint. `compare` says which runs are equal bit for bit, which within 1e-6, and what differs.
+the final checkpoint, or of CartPole's parameters. `compare` says which runs are equal bit for bit, which within 1e-6,
+and what differs.
 """
 
 import hashlib
@@ -25,7 +26,6 @@ SHORT = ["--report_to", "[]", "--training.save_every", "0"]
 TWO = [*SHORT, "--training.max_steps", "2", "--evaluation.every", "2"]
 FEW = ["--evaluation.prompts", "16", "--evaluation.validation_prompts", "16", "--training.prompts_per_batch", "8"]
 SMALL = [*TWO, *FEW]
-TEN_ROUNDS = ["--report_to", "[]", "--training.iterations", "10", "--evaluation.every", "10"]
 TEXT: dict[str, list[str]] = {
     "text": [],
     "text_lora": ["--policy.lora.rank", "4"],
@@ -43,9 +43,7 @@ RUNS: dict[str, list[str]] = {
     "refinement": ["--config", "prompt_refinement_miniature", *SMALL],
     "recommendation_quick": ["--config", "recommendation_quick", "--algorithm.kl_coef", "0.05", *SMALL],
     "recommendation_dummy": ["--config", "recommendation_dummy", *SMALL],
-    "cartpole_grpo": ["--config", "cartpole_grpo", *TEN_ROUNDS],
-    "cartpole_ppo": ["--config", "cartpole_ppo", *TEN_ROUNDS],
-    "cartpole_gdpo": ["--config", "cartpole_gdpo", *TEN_ROUNDS],
+    **{f"cartpole_{name}": ["--algorithm", name, "--iterations", "10"] for name in ("grpo", "ppo", "gdpo")},
     **TEXT,
 }
 
@@ -61,7 +59,7 @@ def text_config(folder: Path) -> Path:
 
 
 def weights_of(run: Path) -> dict[str, dict[str, object]]:
-    """Return digest and Euclidean norm of every array of the run's final checkpoint."""
+    """Return digest and Euclidean norm of every array of the run's final checkpoint, or of its parameters/."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -69,13 +67,14 @@ def weights_of(run: Path) -> dict[str, dict[str, object]]:
     final = run / "checkpoints" / "final"
     final = next(final.glob("version_*"), final).resolve()  # where it lay before it became a link
     arrays = {}
-    for part in ("variables", "training"):
-        folder = (final / part).absolute()
+    parts = {"": run / "parameters"} if (run / "parameters").is_dir() else {}
+    for part, folder in (parts or {name: final / name for name in ("variables", "training")}).items():
+        folder = folder.absolute()
         saved = checkpointer.metadata(folder).item_metadata.tree
         # As NumPy's: a run on several devices is read back on one.
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
         tree = checkpointer.restore(folder, restore_args=as_numpy)
-        for name, array in _leaves({part: tree}).items():
+        for name, array in _leaves({part: tree} if part else tree).items():
             array = np.asarray(array)
             digest = hashlib.sha256(array.tobytes()).hexdigest()
             arrays[name] = {"digest": digest, "norm": float(np.linalg.norm(array.astype(np.float64).ravel()))}
@@ -100,12 +99,16 @@ def record(names: list[str]) -> dict[str, dict]:
             arguments = ["--config", str(config), *TWO, *TEXT[name]] if name in TEXT else RUNS[name]
             run = Path(place) / name
             command = [sys.executable, "-m", "grpo_jax.train", *arguments, "--run_dir", str(run)]
+            if name.startswith("cartpole"):
+                command = [sys.executable, "-m", "grpo_jax.cartpole", *arguments, "--out", str(run)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
             metrics = rows(run)
-            summary = json.loads((run / "summary.json").read_text())
-            records[name] = {"metrics": metrics, "evaluation": summary["evaluation"], "weights": weights_of(run)}
+            summary, measures = run / "summary.json", done.stdout.splitlines()[-3:]
+            if summary.exists():
+                measures = json.loads(summary.read_text())["evaluation"]
+            records[name] = {"metrics": metrics, "evaluation": measures, "weights": weights_of(run)}
             print(f"{name}: {len(metrics)} rows, {len(records[name]['weights'])} arrays", flush=True)
     return records
 

@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
 def make_place(folder: Path, layers: int = 1) -> Place:
     """Writes policy, prompts, judge and a config in which everything that a resume must restore matters."""
-    from support.tiny_models import causal_lm  # torch: CartPole's tests run without it
+    from support.tiny_models import causal_lm  # torch, which the readers of a run's files do not need
 
     policy = causal_lm(folder / "policy", num_hidden_layers=layers)
     judge = folder / "judge.py"

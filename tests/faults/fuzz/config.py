@@ -4,7 +4,6 @@ import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from faults.fuzz.mutations import ODD_TEXTS, entry, mutated_bytes, odd_value, places, tried
@@ -12,13 +11,14 @@ from faults.outcome import Outcome
 
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.fields import to_yaml
+from grpo_jax.config.run import Config
 
-TASKS = ("text", "prompt_enhancement", "recommendation", "cartpole")
+TASKS = ("text", "prompt_enhancement", "recommendation", "environment")
 TEXTS = (
     "",
     "[]",
     "text",
-    "task: text\ntask: cartpole\n",
+    "task: text\ntask: environment\n",
     "task: text\nsampling: {top_k: 1, top_k: 2}\n",
     "a: &a [x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
     "d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c]\ntask: [*d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d]\n",
@@ -57,7 +57,7 @@ def _case(folder: Path, rng: random.Random, valid: dict[str, dict], number: str)
     return f"{number} {task} file and {str(words)[:80]}", lambda: _used(parse([f"--config={path}", *words]))
 
 
-def _used(config: Any) -> None:
+def _used(config: Config) -> None:
     """Check that an accepted config can be written and read again."""
     text = to_yaml(config)
     text.encode()

@@ -1,14 +1,24 @@
-"""Training on CartPole as pure functions, `make_train(config)`, which jit and vmap over seeds."""
+"""Training on CartPole as pure functions, `make_training(settings)`, which jit and vmap over seeds:
+
+    training = make_training(SETTINGS["grpo"])
+    train = jax.jit(jax.vmap(lambda key: training.train(training.init(key), 100)))
+    state, metrics, measures = train(jax.random.split(jax.random.key(0), 10))
+
+The losses and advantages are those of `grpo_jax.core`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax.cartpole import environment
+from grpo_jax.cartpole.environment import FEATURES, Episodes, Steps, largest, objective_rewards
+from grpo_jax.cartpole.settings import MAX_STEPS, Settings
 from grpo_jax.core.advantages import gdpo_advantages, groups_without_signal, sum_rewards
 from grpo_jax.core.aggregation import Mean, loss_normaliser
 from grpo_jax.core.losses import GRPOMetrics, KLPenalty, grpo_loss
@@ -18,11 +28,6 @@ from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised
 from grpo_jax.core.surrogates import Clip
 from grpo_jax.models.layers import make_mlp
 from grpo_jax.models.variables import PyTree
-from grpo_jax.tasks.cartpole import environment
-from grpo_jax.tasks.cartpole.environment import FEATURES, MAX_STEPS, Episodes, Steps, largest, objective_rewards
-
-if TYPE_CHECKING:
-    from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 
 Metrics = dict[str, jax.Array]
 Optimizer = optax.GradientTransformation
@@ -69,16 +74,17 @@ class Carry(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of a config.
+    """Pure functions of `Settings`.
 
-    `evaluate` evaluates the greedy policy on fresh starts. `block` runs `evaluation.every` iterations, whose metrics
-    are f32 `[every]`, and then evaluates.
+    Attributes:
+        init: Key of a seed → the state at the start.
+        train: (state, iterations) → the state after them, their metrics f32 `[iterations]`, and `evaluate` of it.
+        evaluate: State → measures of the greedy policy, means over `EPISODES` fresh starts.
     """
 
     init: Callable[[jax.Array], Carry]
-    iterate: Callable[[Carry], tuple[Carry, Metrics]]
+    train: Callable[[Carry, int], tuple[Carry, Metrics, Metrics]]
     evaluate: Callable[[Carry], Metrics]
-    block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
 
 
 def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:
@@ -91,27 +97,25 @@ def action_entropy(log_odds: jax.Array) -> jax.Array:
     return jax.nn.softplus(log_odds) - log_odds * jax.nn.sigmoid(log_odds)
 
 
-def _weights(algorithm: CartPoleAlgorithm) -> jax.Array:
-    return jnp.asarray(algorithm.weights or [1.0] * len(algorithm.objectives), jnp.float32)
+def _weights(settings: Settings) -> jax.Array:
+    return jnp.asarray(settings.weights or [1.0] * len(settings.objectives), jnp.float32)
 
 
-def episode_rewards(algorithm: CartPoleAlgorithm, positions: jax.Array, mask: jax.Array) -> jax.Array:
+def episode_rewards(settings: Settings, positions: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the rewards of every step, `[P, G, T]` → `[P, G, T, N]`; 0 after the end.
 
     With `condition`, "centred" counts only in episodes that stay upright for that many steps.
     """
-    rewards = jnp.stack([objective_rewards(name, positions) for name in algorithm.objectives], -1)
+    rewards = jnp.stack([objective_rewards(name, positions) for name in settings.objectives], -1)
     rewards = jnp.where(mask[..., None], rewards, 0)
-    if not algorithm.condition:
+    if not settings.condition:
         return rewards
-    centred = algorithm.objectives.index("centred")
-    stays = jnp.sum(mask, axis=-1, keepdims=True) >= algorithm.condition
+    centred = settings.objectives.index("centred")
+    stays = jnp.sum(mask, axis=-1, keepdims=True) >= settings.condition
     return rewards.at[..., centred].set(jnp.where(stays, rewards[..., centred], 0))
 
 
-def group_step_advantages(
-    algorithm: CartPoleAlgorithm, rewards: jax.Array, mask: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def group_step_advantages(settings: Settings, rewards: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the advantages of every step f32 `[P, G, T]`, and the groups without signal, bool `[P, N]`.
 
     Rewards are `[P, G, T, N]`, the mask is `[P, G, T]`.
@@ -124,52 +128,50 @@ def group_step_advantages(
     GDPO whitens over all existing steps of the batch. If all episodes of a group have the same sum of rewards, their
     returns differ only by the time of a step. There is no signal, and A is 0 (per objective with gdpo).
     """
-    weights = _weights(algorithm)
+    weights = _weights(settings)
     totals = jnp.sum(rewards, axis=2)
     dead = groups_without_signal(totals)
-    if algorithm.name == "grpo":
-        joined = discounted_returns(rewards @ weights, gamma=algorithm.gamma, mask=mask)
+    if settings.algorithm == "grpo":
+        joined = discounted_returns(rewards @ weights, gamma=settings.gamma, mask=mask)
         silent = groups_without_signal(sum_rewards(totals, weights=weights))
         return jnp.where(silent[:, None, None], 0, normalised_returns(joined, mask=mask)), dead
     masks = jnp.broadcast_to(mask, (len(weights), *mask.shape))
-    each = discounted_returns(jnp.moveaxis(rewards, -1, 0), gamma=algorithm.gamma, mask=masks)
+    each = discounted_returns(jnp.moveaxis(rewards, -1, 0), gamma=settings.gamma, mask=masks)
     each = jnp.where(mask[..., None], jnp.moveaxis(each, 0, -1) * ~dead[:, None, None, :], jnp.nan)
     members = each.reshape(len(each), -1, len(weights))  # NaN, a missing reward, does not count
     advantages = gdpo_advantages(members, weights=weights, whiten="sequence")
     return advantages.reshape(mask.shape), dead
 
 
-def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metrics]:
+def group_batch(settings: Settings, episodes: Episodes) -> tuple[Batch, Metrics]:
     """Return the batch of P groups of G episodes, and the metrics of the rollout."""
-    algorithm = config.algorithm
 
     def grouped(x):  # [T, B] → [P, G, T]
-        return x.T.reshape(-1, algorithm.group_size, MAX_STEPS)
+        return x.T.reshape(-1, settings.group_size, MAX_STEPS)
 
     mask = grouped(episodes.mask)
-    rewards = episode_rewards(algorithm, grouped(episodes.positions), mask)
-    advantages, dead = group_step_advantages(algorithm, rewards, mask)
+    rewards = episode_rewards(settings, grouped(episodes.positions), mask)
+    advantages, dead = group_step_advantages(settings, rewards, mask)
     logprobs = action_logprobs(episodes.log_odds, episodes.actions)
     flat = advantages.reshape(-1, MAX_STEPS).T
     metrics = {"episode_return": jnp.mean(jnp.sum(episodes.mask, axis=0, dtype=jnp.float32))}
-    for index, name in enumerate(algorithm.objectives):
+    for index, name in enumerate(settings.objectives):
         metrics[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))
         metrics[f"zero_variance_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
     return Batch(episodes.observations, episodes.actions, logprobs, flat, episodes.mask), metrics
 
 
-def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: Steps) -> tuple[Batch, Metrics]:
+def step_batch(settings: Settings, critic: Callable, params: PyTree, steps: Steps) -> tuple[Batch, Metrics]:
     """Return PPO's batch with GAE: value 0 after a termination, the truncated state's value at a time limit."""
-    algorithm = config.algorithm
     values = critic(params["value"], steps.observations)
     next_values = critic(params["value"], steps.next_observations)
-    each = [objective_rewards(name, steps.next_observations[..., 0]) for name in algorithm.objectives]
-    rewards = jnp.stack(each, axis=-1) @ _weights(algorithm)
+    each = [objective_rewards(name, steps.next_observations[..., 0]) for name in settings.objectives]
+    rewards = jnp.stack(each, axis=-1) @ _weights(settings)
     ended = steps.terminated | steps.truncated
     advantages = gae_advantages(
         rewards.T,
         values.T,
-        gamma=jnp.where(steps.terminated, 0.0, algorithm.gamma).T,
+        gamma=jnp.where(steps.terminated, 0.0, settings.gamma).T,
         gae_lambda=GAE_LAMBDA,
         boundary=ended.T,
         next_values=next_values.T,
@@ -177,13 +179,11 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
     logprobs = action_logprobs(steps.log_odds, steps.actions)
     finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
     metrics = {"episode_return": jnp.where(jnp.greater(finished.weight, 0), finished.value(), jnp.nan)}
-    metrics |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(algorithm.objectives, each, strict=True)}
+    metrics |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(settings.objectives, each, strict=True)}
     return Batch(steps.observations, steps.actions, logprobs, advantages, returns=advantages + values), metrics
 
 
-def group_updates(
-    config: CartPoleConfig, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch
-) -> Learned:
+def group_updates(settings: Settings, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch) -> Learned:
     """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step."""
     assert batch.mask is not None
     whole = loss_normaliser(batch.mask, "token")
@@ -207,12 +207,12 @@ def group_updates(
         _, ((value, metrics), grads) = jax.lax.while_loop(lambda loop: loop[0] < used, add, (jnp.int32(0), zeros))
         return _apply_gradient(optimizer, carry, value, metrics._asdict(), grads)
 
-    learned, metrics = jax.lax.scan(epoch, start, length=config.algorithm.epochs)
+    learned, metrics = jax.lax.scan(epoch, start, length=settings.epochs)
     return learned, jax.tree.map(jnp.mean, metrics)
 
 
 def step_updates(
-    config: CartPoleConfig, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch, key: jax.Array
+    settings: Settings, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch, key: jax.Array
 ) -> Learned:
     """Make PPO's updates: shuffled times are split into minibatches, each with all carts, the same in all epochs.
 
@@ -238,7 +238,7 @@ def step_updates(
 
     order = jax.random.permutation(key, batch.actions.shape[0])
     parts = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), batch)
-    epochs = config.algorithm.epochs
+    epochs = settings.epochs
     learned, metrics = jax.lax.scan(lambda carry, _: jax.lax.scan(update, carry, parts), start, length=epochs)
     return learned, jax.tree.map(jnp.mean, metrics)
 
@@ -272,14 +272,14 @@ def _apply_gradient(
     return (optax.apply_updates(params, updates), opt_state), named
 
 
-def make_train(config: CartPoleConfig) -> Training:
-    """Return the functions of a run; the caller makes keys from `config.seed` and `num_seeds`."""
+def make_training(settings: Settings) -> Training:
+    """Return the functions of a training."""
     policy = make_mlp(FEATURES, hidden=HIDDEN, output_scale=0.01)
     critic = make_mlp(FEATURES, hidden=HIDDEN, output_scale=1.0)
-    group_size, ppo = config.algorithm.group_size, config.algorithm.name == "ppo"
-    iterations, peak = config.training.iterations, config.optimizer.learning_rate
-    updates = config.algorithm.epochs * (MINIBATCHES if ppo else 1)  # updates per iteration
-    rate = optax.linear_schedule(peak, 0.0, iterations * updates) if ppo else optax.constant_schedule(peak)
+    group_size, ppo = settings.group_size, settings.algorithm == "ppo"
+    peak = settings.learning_rate
+    updates = settings.epochs * (MINIBATCHES if ppo else 1)  # updates per iteration
+    rate = optax.linear_schedule(peak, 0.0, settings.iterations * updates) if ppo else optax.constant_schedule(peak)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), optax.adam(rate, eps=1e-5))
 
     def init(key: jax.Array) -> Carry:
@@ -298,15 +298,15 @@ def make_train(config: CartPoleConfig) -> Training:
         start, draws = jax.random.split(key)
         starts = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), environment.reset(start, 1))
         episodes = environment.play_episodes(act(state), starts, draws)
-        batch, metrics = group_batch(config, episodes)
-        learned = group_updates(config, policy.apply, optimizer, (state.variables, state.optimizer), batch)
+        batch, metrics = group_batch(settings, episodes)
+        learned = group_updates(settings, policy.apply, optimizer, (state.variables, state.optimizer), batch)
         return learned, state.carts, metrics, jnp.sum(episodes.mask, dtype=jnp.int32)
 
     def learn_from_steps(state: Carry, key: jax.Array):
         draws, shuffle = jax.random.split(key)
         carts, steps = environment.play_steps(act(state), state.carts, draws, steps=STEPS)
-        batch, metrics = step_batch(config, critic.apply, state.variables, steps)
-        learned = step_updates(config, policy.apply, optimizer, (state.variables, state.optimizer), batch, shuffle)
+        batch, metrics = step_batch(settings, critic.apply, state.variables, steps)
+        learned = step_updates(settings, policy.apply, optimizer, (state.variables, state.optimizer), batch, shuffle)
         return learned, carts, metrics, jnp.int32(STEPS * ENVIRONMENTS)
 
     def iterate(state: Carry) -> tuple[Carry, Metrics]:
@@ -322,8 +322,8 @@ def make_train(config: CartPoleConfig) -> Training:
         starts = environment.reset(key, EPISODES)
         return {name: jnp.mean(x) for name, x in environment.play_greedily(act(state), starts).items()}
 
-    def block(state: Carry) -> tuple[Carry, Metrics, Metrics]:
-        state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)
+    def train(state: Carry, iterations: int) -> tuple[Carry, Metrics, Metrics]:
+        state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=iterations)
         return state, metrics, evaluate(state)
 
-    return Training(init, iterate, evaluate, block)
+    return Training(init, train, evaluate)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MAX_STEPS, FEATURES = 500, 4
-OBJECTIVES = ("upright", "centred")
+from grpo_jax.cartpole.settings import MAX_STEPS
+
+FEATURES = 4
 
 GRAVITY = 9.8
 POLE_MASS = 0.1

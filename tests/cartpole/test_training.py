@@ -1,24 +1,28 @@
-"""Training on CartPole: one compiled block, equal for one seed and many, and a learning claim."""
+"""Training on CartPole: one compiled function, equal for one seed and many, and a learning claim."""
+
+from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from grpo_jax.config.run import make_config
-from grpo_jax.tasks.cartpole.program import seed_keys
-from grpo_jax.tasks.cartpole.training import make_train
+from grpo_jax.cartpole.program import seed_keys
+from grpo_jax.cartpole.settings import OBJECTIVES, SETTINGS, Settings
+from grpo_jax.cartpole.training import make_training
 
-GDPO = {"name": "gdpo", "epochs": 3, "group_size": 8, "objectives": ["upright", "centred"], "condition": 20}
+GDPO = Settings("gdpo", OBJECTIVES, condition=20, learning_rate=3e-3, iterations=4, group_size=8, epochs=3)
 
 
-def trainer(config, **options):
+def trainer(settings, every, **options):
     """(train, block): train(keys) → the last state, metrics [seeds, blocks, every], measures [seeds, blocks]."""
-    training = make_train(config)
-    start, block = jax.jit(jax.vmap(training.init)), jax.jit(jax.vmap(training.block), **options)
+    training = make_training(settings)
+    start = jax.jit(jax.vmap(training.init))
+    block = jax.jit(jax.vmap(partial(training.train, iterations=every)), **options)
 
     def train(keys):
         state, made = start(keys), []
-        for _ in range(config.training.iterations // config.evaluation.every):
+        for _ in range(settings.iterations // every):
             state, *rows = block(state)
             made.append(rows)
         return state, jax.tree.map(lambda *parts: np.stack(parts, axis=1), *made)
@@ -27,8 +31,7 @@ def trainer(config, **options):
 
 
 def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
-    sections = {"optimizer": {"learning_rate": 3e-3}, "training": {"iterations": 4}, "evaluation": {"every": 2}}
-    train, block = trainer(make_config(sections, task="cartpole", algorithm=GDPO))
+    train, block = trainer(GDPO, 2)
     state, (metrics, measures) = train(seed_keys(0, 3))
     assert (state.iteration == 4).all()
     metrics = {name: np.reshape(values, (3, 4)) for name, values in metrics.items()}  # [seeds, blocks, every]
@@ -45,17 +48,15 @@ def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run():
     assert block._cache_size() == 1
 
 
-GRPO = {"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 40}}
-PPO = {"algorithm": {"name": "ppo", "gamma": 0.99}, "training": {"iterations": 30}}
-PPO |= {"optimizer": {"learning_rate": 3e-3}}
+GRPO = replace(SETTINGS["grpo"], learning_rate=1e-3, iterations=40)
+PPO = replace(SETTINGS["ppo"], iterations=30)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sections", [GRPO, pytest.param(PPO, marks=pytest.mark.wide)], ids=["grpo", "ppo"])
-def test_it_learns(sections):
+@pytest.mark.parametrize("settings", [GRPO, pytest.param(PPO, marks=pytest.mark.wide)], ids=["grpo", "ppo"])
+def test_it_learns(settings):
     """Two seeds, from falling to standing."""
-    config = make_config(sections, task="cartpole", evaluation={"every": 10})
     # What runs for long is worth XLA's time.
-    train, _ = trainer(config, compiler_options={"xla_backend_optimization_level": 1})
+    train, _ = trainer(settings, 10, compiler_options={"xla_backend_optimization_level": 1})
     _, (metrics, measures) = train(seed_keys(20, 2))
     assert metrics["episode_return"][:, 0, 0].mean() < 150 and measures["episode_return"][:, -1].min() > 450

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config.run import make_config
-from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole import training
+from grpo_jax.cartpole import environment as task
+from grpo_jax.cartpole import training
+from grpo_jax.cartpole.settings import OBJECTIVES, Settings
 
 
 @functools.cache
 def compiled_advantages(name, weights):
     """Compiled whole: one by one, the operations would take longer to compile than to run."""
-    chosen = algorithm(name=name, weights=list(weights), objectives=["upright", "centred"][: len(weights)])
+    chosen = Settings(name, OBJECTIVES[: len(weights)], weights)
     return jax.jit(lambda rewards, mask: training.group_step_advantages(chosen, rewards, mask))
 
 
@@ -35,7 +35,7 @@ def episodes():
     return jax.tree.map(np.asarray, play(states, jax.random.key(1)))
 
 
-def test_a_group_starts_alike_and_then_parts(episodes):
+def test_episodes_of_a_group_share_the_start_and_sample_their_own_actions(episodes):
     assert 0 < np.abs(episodes.observations[0]).max() <= 0.05
     first = episodes.observations[0].reshape(3, 4, 4)
     assert (first == first[:, :1]).all()
@@ -132,10 +132,6 @@ def normalised(returns, mask):
     return np.where(mask, (returns - seen.mean()) / (seen.std(ddof=1) + 1e-4), 0)
 
 
-def algorithm(**fields):
-    return make_config(task="cartpole", algorithm={"objectives": ["upright", "centred"], **fields}).algorithm
-
-
 def test_grpo_normalises_the_returns_of_the_sum(groups):
     rewards, mask = groups
     got, dead = compiled_advantages("grpo", (1.0, 2.0))(rewards, mask)
@@ -162,8 +158,8 @@ def test_gdpo_normalises_each_objective_and_whitens(groups):
 def test_centred_counts_only_in_episodes_that_stay_up():
     mask = np.arange(6) < np.array([[6, 3, 4]])[..., None]
     positions = jnp.full(mask.shape, 0.1)
-    rewards = training.episode_rewards(algorithm(name="gdpo", condition=4), positions, jnp.asarray(mask))
+    rewards = training.episode_rewards(Settings("gdpo", OBJECTIVES, condition=4), positions, jnp.asarray(mask))
     np.testing.assert_allclose(rewards[..., 0], mask)
     np.testing.assert_allclose(rewards[..., 1], 0.8 * mask * np.array([[1, 0, 1]])[..., None], rtol=1e-6)
-    free = training.episode_rewards(algorithm(name="gdpo"), positions, jnp.asarray(mask))
+    free = training.episode_rewards(Settings("gdpo", OBJECTIVES), positions, jnp.asarray(mask))
     np.testing.assert_allclose(free[..., 1], 0.8 * mask, rtol=1e-6)

@@ -1,1 +1,0 @@
-"""CartPole: the same algorithms on a small task, which shows a bug within seconds, compiled as one function."""

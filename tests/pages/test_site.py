@@ -117,3 +117,9 @@ def test_lists_tables_and_code_are_what_they_are_on_github(source, place, tags, 
     text = MarkdownIt("commonmark").enable("table").render(markdown)
     expected, found = Tags(f"<article>{text}</article>").article, tags[site / place / "index.html"].article
     assert {tag: found.count(tag) for tag in SHAPES} == {tag: expected.count(tag) for tag in SHAPES}
+
+
+def test_names_in_tables_break_after_dots_and_underscores_alone(site):
+    """A narrow screen broke "policy.p / ath"."""
+    page = (site / "coming_from_trl" / "index.html").read_text()
+    assert "<code>policy.<wbr>path</code>" in page and "word-break: normal" in (site / "site.css").read_text()

@@ -90,6 +90,15 @@ def test_only_an_absent_package_excuses_a_measurement(scripts):
         assert not is_complete(fine, row)
 
 
+def test_a_missing_measurement_is_the_exit_code(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = subprocess.run(
+        command("--parts", "plan", "--budget", "1", "--out", str(out)), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "| plan | | skipped: no time was left | |" in done.stdout, done.stderr
+    assert json.loads(out.read_text())["versions"]["jax"] and "jax" in done.stdout
+
+
 def test_a_killed_driver_keeps_what_was_measured(tmp_path):
     """A part that fails before prints its traceback and does not stop the next one."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch is broken')")

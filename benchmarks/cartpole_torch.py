@@ -190,7 +190,7 @@ def policy_loss(policy: nn.Module, batch: Batch, settings: Settings) -> Tensor:
     ratio = torch.exp(-difference)
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
-    if settings.name != "ppo":
+    if settings.algorithm != "ppo":
         loss = loss + KL_COEF * (torch.expm1(difference) - difference).mean()
     return loss - ENTROPY_COEF * entropy.mean()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
-from grpo_jax.errors import Stopped
+from grpo_jax.errors import Stopped, UserError
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
@@ -251,10 +251,17 @@ class Asker:
         require(prompt.strip(), "prompt", "a text", prompt)
         require(0 <= seed < 2**32, "seed", "a number in [0, 2**32)", seed)
         same = [row for row in self._held_out if row.prompt == prompt]
-        known = next((row for row in same if row.id == seed), same[0] if same else Row(seed, prompt))
-        row = dataclasses.replace(known, id=seed)
+        known = next((row for row in same if row.id == seed), same[0] if same else None)
+        row = dataclasses.replace(known or self._start_episode(Row(-1 - seed, prompt)), id=seed)
         self.ctx.fns.encode([row])  # refuses a prompt that is too long
         return row
+
+    def _start_episode(self, row: Row) -> Row:
+        """Return the row of a typed prompt's episode; its negative id is no row's of the data."""
+        try:
+            return self.ctx.task_data.environment.start_episode(row)
+        except UserError as error:
+            raise UserError(f"{error}; choose a held-out prompt") from error
 
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
         """Return a checkpoint's greedy episode, judged; with `group`, a group sampled as in training."""
@@ -278,6 +285,6 @@ class Asker:
     def _judging(self, row: Row) -> RunContext:
         """Return the run with pictures kept; rewards may be missing if a typed prompt lacks their columns."""
         fns = self.ctx.fns._replace(gallery=1)
-        if not row.columns:
+        if all(row.columns is not known.columns for known in self._held_out):
             fns = fns._replace(score=functools.partial(fns.score, missing=True))
         return self.ctx._replace(fns=fns)

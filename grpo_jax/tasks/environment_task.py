@@ -14,6 +14,7 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, short_name, short_repr
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env_adapters import EnvRunner
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.reward_registry import TaskRewards
@@ -65,7 +66,9 @@ class Environment(Task):
             make_prompt_set(*parts),
             rewards=_rewards(runner, kinds),
             source=f"{', '.join(kinds)}: {self.seeds} episodes",
-            environment=TurnEnvironment(runner.step if setup.config.sampling.turns > 1 else None),
+            environment=TurnEnvironment(
+                runner.step if setup.config.sampling.turns > 1 else None, start_episode=_refuse_prompt
+            ),
             vocabulary=Vocabulary(lambda: [*dict.fromkeys(words)]) if words else None,
         )
 
@@ -88,6 +91,10 @@ def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
     if not (prompt.strip() if isinstance(prompt, str) else isinstance(prompt, list | tuple) and prompt):
         raise UserError(f"{reset} must return the prompt, a text or chat messages, got {short_repr(prompt)}")
     return {"prompt": prompt, "environment": kind, "seed": seed}
+
+
+def _refuse_prompt(row: Row) -> Row:
+    raise UserError("task.environment: environments make their own prompts")
 
 
 def _rewards(runner: EnvRunner, kinds: Sequence[str]) -> TaskRewards:

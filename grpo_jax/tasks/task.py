@@ -82,12 +82,14 @@ class TurnEnvironment(NamedTuple):
         shows_pictures: Whether observations have pictures although prompts have none; the policy then needs its vision
             tower.
         role: The chat-template role of an observation.
+        start_episode: Row of a typed prompt → the row of its episode; UserError if the environment makes all prompts.
     """
 
     step: Env | None = None
     controls: Mapping[str, Env] = MappingProxyType({})
     shows_pictures: bool = False
     role: str = "user"
+    start_episode: Callable[[Row], Row] = lambda row: row
 
 
 def decode_picture(value: object) -> object:

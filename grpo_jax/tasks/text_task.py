@@ -84,5 +84,5 @@ class Text(Task):
             prompts,
             rewards,
             source=source,
-            environment=TurnEnvironment(episodes.runner.step, role="tool"),
+            environment=TurnEnvironment(episodes.runner.step, role="tool", start_episode=episodes.start_episode),
         )

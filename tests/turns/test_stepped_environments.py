@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import math
+from contextlib import ExitStack
 
 import pytest
 import yaml
 from support.text_task import assert_same_run, episodes_of, rewound, train_here
 
+from grpo_jax import demo
 from grpo_jax.config.run import make_config
+from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.env_adapters import EnvRunner
+from grpo_jax.runs.evaluation import Asker
 
 WORLDS = '''
 class Count:
@@ -145,6 +149,15 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(run, home, tmp_path):
     again = rewound(run, tmp_path / "again", 1)
     assert train_here(home / f"{'_'.join(NAMES)}.yaml", again, "--resume") == 0
     assert_same_run(again, run)
+
+
+def test_the_demo_plays_held_out_episodes_and_refuses_other_prompts(run):
+    with ExitStack() as leaving:
+        asker = Asker(run, lambda *_: None, leaving)
+        prompt = next(row.prompt for row in asker.ctx.test_rows if row.columns["environment"] == "Count")
+        assert "seen" in demo.answer(asker, prompt, 1, ["final"])
+        with pytest.raises(UserError, match="environments make their own prompts; choose a held-out prompt"):
+            asker.row("b", 1)
 
 
 def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():

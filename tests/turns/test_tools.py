@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from contextlib import ExitStack
 
 import pytest
 from PIL import Image
@@ -13,6 +14,7 @@ from support.text_task import assert_same_run, episodes_of, rewound, train_here,
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
+from grpo_jax import demo
 from grpo_jax.__main__ import main
 from grpo_jax.config.named import GIVEN_TOOLS, load_object
 from grpo_jax.config.run import make_config
@@ -24,6 +26,7 @@ from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, calls_in, toolbox
 from grpo_jax.rollout.prompts import read_prompt
+from grpo_jax.runs.evaluation import Asker
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
@@ -295,6 +298,18 @@ def test_a_run_with_tools_goes_on_as_if_it_had_never_stopped(increments, home, t
     again = rewound(increments, tmp_path / "again", 1)
     assert train_here(home / "increments.yaml", again, "--resume") == 0
     assert_same_run(again, increments)
+
+
+def test_the_demo_plays_the_class_with_typed_prompts_too(increments):
+    with ExitStack() as leaving:
+        asker = Asker(increments, lambda *_: None, leaving)
+        held_out = asker.ctx.test_rows[0]
+        for prompt, whole in ((held_out.prompt, held_out.prompt), ("Please. ", "Please. Increment the counter by")):
+            row = asker.row(prompt, held_out.id)
+            assert row.prompt.startswith(whole) and row.id == held_out.id
+            (episode,) = asker.write(row, "final")
+            assert episode.last.rewards["reward"] in (0.0, 1.0)
+            assert "reward" in demo.answer(asker, prompt, held_out.id, ["final"])
 
 
 def of_python():

@@ -16,6 +16,8 @@ TITLES = {
     "## Every field of `GRPOConfig`": other_names.TABLES["grpo_config"],
     "## Fields of transformers' `TrainingArguments`": other_names.TABLES["training_arguments"],
     "## Options of TRL's command line": other_names.TABLES["command"],
+    "## Options of verl": other_names.TABLES["verl"],
+    "## Options of OpenRLHF": other_names.TABLES["openrlhf"],
     "## Options of older GRPO scripts": other_names.TABLES["older_scripts"],
     "## Metrics of older scripts": other_names.TABLES["metrics"],
 }

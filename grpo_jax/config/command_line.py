@@ -117,7 +117,9 @@ def find_config(name: str) -> Path:
     if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
     left = REMOVED.get(f"config.{stem}")
-    hint = f"it {left}" if left else f"configs that ship with grpo_jax: {one_line(', '.join(shipped), 150)}"
+    near = [name for name in shipped if name.startswith(stem or " ")] or difflib.get_close_matches(stem, shipped, n=1)
+    hint = f"configs that ship with grpo_jax: {one_line(', '.join(shipped), 150)}"
+    hint = f"it {left}" if left else f"did you mean {' or '.join(near)}?" if near else hint
     raise UserError(f"--config {short_name(name)}: no such file; {hint}")
 
 
@@ -159,7 +161,9 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         argument, equals, value = pending.pop(0).partition("=")
         name = "--help" if argument == "-h" else argument
         if not name.startswith("--") or name.count(".") > DEEPEST:
-            raise UserError(f"{short_name(argument)}: expected an option, such as --config FILE")
+            other = hint_for(name)
+            meant = f"; {other}" if other else f"; write --{short_name(name)} VALUE" if equals else ""
+            raise UserError(f"{short_name(argument)}: expected an option{meant or ', such as --config FILE'}")
         alone = not pending or pending[0].startswith("-" if name == "--help" else "--")
         if not equals and name == "--help":
             value = "" if alone else pending.pop(0)
@@ -177,7 +181,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _without_value(option: str) -> str:
     """Return the error about an option without a value, with its name here if it is another program's."""
-    if other := hint_for(option.rpartition(".")[2].removeprefix("--")):
+    if other := hint_for(option.removeprefix("--")):
         return f"{short_name(option)}: no such option; {other}"
     near = difflib.get_close_matches(option, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
     return f"{short_name(option)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")

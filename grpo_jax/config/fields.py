@@ -267,7 +267,11 @@ def mistakes(kind: type[Section], values: Values, error: ValidationError) -> lis
     lines: dict[str, str] = {}
     for mistake in error.errors(include_url=False):
         path = _place(mistake["loc"])
-        lines.setdefault(path, _line(path, mistake, names))  # the first of a union's members
+        nested = flat({path: mistake["input"]}) if mistake["type"] == "extra_forbidden" else {}
+        theirs = {name: other for name in nested if name != path and (other := hint_for(name, names))}
+        lines |= {name: f"{short_name(name)}: no such field; {other}" for name, other in theirs.items()}
+        if not theirs:
+            lines.setdefault(path, _line(path, mistake, names))  # the first of a union's members
     meant = {line.rpartition("did you mean ")[2].removesuffix("?") for line in lines.values()}
     return [line for path, line in lines.items() if not (path in meant and line.endswith(_NO_VALUE))]
 
@@ -299,7 +303,9 @@ def _line(path: str, mistake: Mapping[str, Any], names: Sequence[str]) -> str:
     expected = re.split(", unable|, got| or instance", mistake["msg"].replace("Input should be ", ""))[0]
     for theirs, ours in _WORDS.items():
         expected = expected.replace(theirs, ours)
-    near = difflib.get_close_matches(str(mistake["input"]), re.findall("'([^']*)'", expected), n=1)
+    value = str(mistake["input"])
+    near = difflib.get_close_matches(value, re.findall("'([^']*)'", expected))
+    near.sort(key=lambda name: sorted(name) != sorted(value))  # first the one with two letters swapped
     meant = f" (did you mean {near[0]}?)" if near and mistake["type"] == "literal_error" else ""
     return f"{path}: expected {expected}{meant}, got {short_repr(mistake['input'])}"
 
@@ -313,7 +319,7 @@ def hint(path: str, names: Iterable[str]) -> str:
         return f"it {removed}"
     siblings = [name for name in names if name.rpartition(".")[0] == section]
     same = [name for name in names if name.rpartition(".")[2] == last]
-    if other := hint_for(last, names, same):
+    if other := hint_for(path, names, same):
         return other
     near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.85) or same
     near = near or difflib.get_close_matches(path, names, n=1, cutoff=0.55)

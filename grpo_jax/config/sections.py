@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -28,6 +29,7 @@ from grpo_jax.config.fields import (
     resume_mutable,
 )
 from grpo_jax.config.named import name_tools
+from grpo_jax.errors import short_repr
 
 TODAY = "today"
 """Key of data.chat_template_options for the date in a chat template."""
@@ -43,8 +45,9 @@ class LoraSection(Section):
     """Rank of the adapters; 0 for none, which trains all weights."""
     alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: Words = []
-    """Projections with an adapter, such as q_proj, or c_attn and attn_c_proj of GPT-2; empty for all."""
+    targets: Annotated[Words, BeforeValidator(lambda value: [] if value == "all-linear" else value)] = []
+    """Projections with an adapter, such as q_proj, or c_attn and attn_c_proj of GPT-2; empty or "all-linear" for
+    all."""
     vision: bool = False
     """Add adapters to all projections of the vision tower's layers."""
     path: str | None = None
@@ -456,7 +459,10 @@ class RewardSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        if isinstance(value, str | Mapping | RewardSection):
+            return {"name": value} if isinstance(value, str) else value
+        expected = "a name, or a mapping of name and weight; a function goes to run(config, rewards=[…])"
+        raise ValueError(f"expected {expected}, got {short_repr(value)}")
 
     def __post_init__(self) -> None:
         self.require(self.name, "name", "a name")

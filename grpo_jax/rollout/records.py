@@ -10,6 +10,7 @@ import csv
 import glob
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,9 +78,10 @@ def read_records(place: str) -> Records:
         return _loaded(lambda: _load_file("parquet", path) if read_metadata(path).num_rows else None, path, path.parent)
     if kind in _DELIMITERS:
         return _sheet(path, _DELIMITERS[kind])
+    named = place if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", place) else "OWNER/NAME"
     raise UserError(
         f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
-        f"folder, from {_HUB}OWNER/NAME, or from builtin[:plain|attributes|crowded]"
+        f"folder, from {_HUB}{named}, or from builtin[:plain|attributes|crowded]"
     )
 
 

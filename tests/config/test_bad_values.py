@@ -30,8 +30,9 @@ TABLE = f"""
 --policy.matmul_precision=half | policy.matmul_precision: expected 'default', 'high', 'highest' or 'bfloat16', got
 --policy.lora.vision=2 | policy.lora.vision: expected true or false, got '2'
 --policy.lora=3 | policy.lora: expected a mapping, got '3'
---rewards=[3] | rewards[0]: expected a mapping, got 3
+--rewards=[0.5] | rewards[0]: expected a name, or a mapping of name and weight; a function goes to run(config, r
 --algorithm.advantage=gdop | (did you mean gdpo?), got 'gdop'
+--algorithm.preset=gpro | (did you mean grpo?), got 'gpro'
 --task={COUNTDOWN}:Countdown --task.largest=2 | task.largest: expected a number >= 3, got 2
 --task=prompt_enhancement --task.invalid=free | task.invalid: expected
 # fields that are not there: the nearest, another library's, one that left
@@ -44,15 +45,26 @@ TABLE = f"""
 --training.beta=.1 | training.beta: no such field; here it is algorithm.kl_coef; by default 0
 --sampling.learning_rate=1 | sampling.learning_rate: no such field; here it is optimizer.learning_rate
 --gradient_checkpointing=true | gradient_checkpointing: no such field; here it is policy.remat: layer
---use_vllm=true | use_vllm: no such field; TRL's is not here: the sampler is compiled with the policy
+--use_vllm=true | use_vllm: no such field; it is not here: the sampler is compiled with the policy
+--rollout.n=4 | rollout.n: no such field; here it is sampling.group_size
+--actor_rollout_ref.actor.optim.lr=1e-6 | actor_rollout_ref.actor.optim.lr: no such field; here it is optimizer.learning
+--actor_rollout_ref.actor.mistake=1 | actor_rollout_ref: no such field; it is not here: its fields are in policy, sam
+--advantage_estimator=rloo | advantage_estimator: no such field; here it is algorithm.advantage; gdpo, grpo, rloo, gae
+--n_samples_per_prompt=4 | n_samples_per_prompt: no such field; here it is sampling.group_size
+--zero_stage=3 | zero_stage: no such field; here it is policy.mesh.fsdp; the number of devices
+--policy.device=gpu:0 | policy.device: no such field; here it is devices; as in devices.policy gpu:0
+--data.shuffle=true | data.shuffle: no such field; it is not here: the order of training rows is always drawn from seed
 --data.streaming=true | data.streaming: no such field; it was removed: data files
 --task=prompt_enhancement --judges.renderer.scheduler=x | judges.renderer.scheduler: no such field; it was removed
+--config=prompt_enhancement_sdxl | no such file; did you mean prompt_enhancement_sdxl_turbo?
 --config=recommendation_slates | no such file; it was removed: use recommendation_quick
 --judges.a=open_clip --judges.a.pool.batch_attempts=2 | judges.a.pool.batch_attempts: no such field; it is a constant
 --judges.a=open_clip --judges.a.pool.in_flight=2 | judges.a.pool.in_flight: no such field; it was removed: an actor has
 # options
 --seed | --seed: expected a value
 train | train: expected an option, such as --config FILE
+algorithm.adv_estimator=grpo | algorithm.adv_estimator: expected an option; here it is algorithm.advantage; gdpo, grpo
+sampling.group_size=4 | sampling.group_size: expected an option; write --sampling.group_size VALUE
 --rewards='[{{' | rewards: not valid YAML
 --resum | --resum: no such option; did you mean --resume?
 --plam --seed=1 | --plam: no such option; did you mean --plan?

@@ -101,7 +101,9 @@ def test_a_file_comes_before_a_shipped_config_of_its_name(tmp_path, monkeypatch)
     assert find_config(name).parent != tmp_path
     Path(f"{name}.yaml").write_text("task: text\nseed: 5\n")
     assert parse(["--config", f"{name}.yaml"]).seed == 5
-    for wrong in ("nowhere/" + name, "no_such_config", "."):
+    with pytest.raises(UserError, match=f"no such file; did you mean {name}"):
+        find_config("nowhere/" + name)
+    for wrong in ("no_such_config", "."):
         with pytest.raises(UserError, match="no such file; configs that ship with grpo_jax: .*" + name):
             find_config(wrong)
 
@@ -199,6 +201,10 @@ def test_what_a_command_has_not_is_told_what_was_meant(words, message, capsys):
     assert __main__.main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith(message) and said.count("\n") == 1
+
+
+def test_all_linear_layers_are_those_of_an_empty_list():
+    assert parse(["--task=text", "--policy.lora.rank=2", "--policy.lora.targets=all-linear"]).policy.lora.targets == []
 
 
 def test_a_table_takes_any_name():

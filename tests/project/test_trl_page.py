@@ -50,7 +50,8 @@ def test_every_place_is_a_field_that_takes_a_value():
     values = make_config(task="text").model_dump()
     in_force = flat(values) | values | {"policy.lora": values["policy"]["lora"], "policy.lora.rank": 4}
     settings = set()
-    for entry in (TRAINER | GRPO_CONFIG | TRAINING_ARGUMENTS | COMMAND).values():
+    tables = TRAINER | GRPO_CONFIG | TRAINING_ARGUMENTS | COMMAND | TABLES["verl"] | TABLES["openrlhf"]
+    for entry in tables.values():
         settings |= set() if entry.startswith(NOT_HERE) else {*entry.partition("; ")[0].split(", ")}
     while settings:  # each field once in a config
         chosen = {setting.partition(": ")[0]: setting for setting in sorted(settings)}

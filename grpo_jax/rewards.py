@@ -17,10 +17,12 @@ from typing import Literal
 from grpo_jax.errors import short_repr
 
 Unit = Literal["characters", "words", "tokens"]
+Completion = str | Sequence[Mapping[str, object]]
+"""A text, or chat messages."""
 
 
 def regex_format(
-    prompts: Sequence[str], completions: Sequence[str], *, pattern: str, whole: bool = True, **columns: object
+    prompts: Sequence[object], completions: Sequence[Completion], *, pattern: str, whole: bool = True, **columns: object
 ) -> list[float]:
     r"""Return 1 if a completion matches a pattern, else 0.
 
@@ -30,12 +32,12 @@ def regex_format(
     """
     form = re.compile(pattern, re.DOTALL)
     fits = form.fullmatch if whole else form.search
-    return [float(fits(text.strip()) is not None) for text in completions]
+    return [float(fits(text.strip()) is not None) for text in map(_text, completions)]
 
 
 def think_format(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[object],
+    completions: Sequence[Completion],
     *,
     tag: str = "think",
     answer_tag: str = "",
@@ -59,7 +61,12 @@ def think_format(
         once = closed and start not in thought + answer and end not in answer
         return bool(once and thought.strip() and _inside(answer.strip(), answer_tag))
 
-    return [float(fits(text)) for text in completions]
+    return [float(fits(text)) for text in map(_text, completions)]
+
+
+def _text(completion: Completion) -> str:
+    """Return the text of a completion; of chat messages the last one's."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def _inside(text: str, tag: str) -> str:
@@ -72,8 +79,8 @@ def _inside(text: str, tag: str) -> str:
 
 
 def length_penalty(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[object],
+    completions: Sequence[Completion],
     completion_ids: Sequence[Sequence[int]] | None = None,
     *,
     start: int,
@@ -94,7 +101,7 @@ def length_penalty(
     """
     if not 0 <= start < end:
         raise ValueError(f"start must be at least 0 and end above it, got {start} and {end}")
-    sizes = _lengths(completions, completion_ids, unit)
+    sizes = _lengths([*map(_text, completions)], completion_ids, unit)
     return [-min(1.0, max(0.0, (size - start) / (end - start))) for size in sizes]
 
 
@@ -107,8 +114,8 @@ def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: st
 
 
 def exact_match(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[object],
+    completions: Sequence[Completion],
     answer: Sequence[object],
     *,
     pattern: str = "",
@@ -143,7 +150,7 @@ def exact_match(
         stated = plain((matches[-1][1] or "") if pattern else text)
         return float(stated in map(plain, right if isinstance(right, list | tuple) else [right]))
 
-    return [value(text, right) for text, right in zip(completions, answer, strict=True)]
+    return [value(text, right) for text, right in zip(map(_text, completions), answer, strict=True)]
 
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3}){1,99}(?![,\d])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
@@ -175,8 +182,8 @@ _FACTOR = re.compile(rf"\s*{_OPERATOR}")
 
 
 def numeric_answer(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[object],
+    completions: Sequence[Completion],
     answer: Sequence[object],
     *,
     tolerance: float = 0.0,
@@ -207,7 +214,7 @@ def numeric_answer(
             return 0.0
         return float(abs(number - expected) <= share * max(1, abs(expected)))
 
-    return [value(text, right) for text, right in zip(completions, answer, strict=True)]
+    return [value(text, right) for text, right in zip(map(_text, completions), answer, strict=True)]
 
 
 def _check_answer(columns: Mapping[str, object]) -> None:

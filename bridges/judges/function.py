@@ -27,5 +27,6 @@ class Function(Judge):
 
     def load(self, device: str = "cpu") -> Callable:
         """Return the function with its options; it does not use the device."""
-        function = load_object(self.name, "name")
-        return functools.partial(function, **self.options) if self.options else function
+        reward = functools.partial(load_object(self.name, "name"), **self.options)
+        reward.takes_messages = True  # type: ignore[attr-defined] like any reward of the user
+        return reward

@@ -451,8 +451,9 @@ class RewardSection(Section):
     """Threshold of condition_on."""
     options: Options = {}
     """Keyword arguments of the reward."""
-    messages: bool = False
-    """Pass prompts and completions as chat messages, as TRL does; only for a reward by import path."""
+    messages: bool | None = None
+    """Pass prompts and completions as chat messages, to a reward by import path; null does so where the prompts are
+    messages, as TRL does."""
     label: str = ""
     """Name in metrics and condition_on, to tell two rewards of one function apart; empty for the function's name."""
 

@@ -26,7 +26,8 @@ from grpo_jax.rollout.pictures import File, Source, digest
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
     *("prompts", "completions", "completion_ids", "image", "images", "baseline_images", "pictures", "episodes"),
-    *("trainer_state", "log_metric", "log_extra", "prompt_messages", "completion_messages", "place_in_group"),
+    *("trainer_state", "log_metric", "log_extra", "prompt_messages", "completion_messages", "is_conversation"),
+    "place_in_group",
 )
 """Names that rewards receive from the trainer; a column of the same name would be lost."""
 

@@ -58,7 +58,7 @@ class ResolvedReward(NamedTuple):
     Attributes:
         function: The reward function, or `JUDGE_AS_REWARD`.
         judge: Name of another judge to use; "" for the function's own.
-        messages: Whether it gets chat messages as its prompts and completions.
+        messages: Whether it gets chat messages as its prompts and completions; None: where the prompts are messages.
         own: Whether it is the user's own.
     """
 
@@ -66,7 +66,7 @@ class ResolvedReward(NamedTuple):
     function: Reward
     judge: str = ""
     options: Mapping[str, object] = MappingProxyType({})
-    messages: bool = False
+    messages: bool | None = False
     own: bool = False
 
 
@@ -136,7 +136,7 @@ def resolve_rewards(
 
     def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)
-        return ResolvedReward(name, function, options=options, own=True)
+        return ResolvedReward(name, function, options=options, messages=None, own=True)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
         """Find a reward by import path, among the task's, or among the task's with another judge."""
@@ -156,7 +156,7 @@ def resolve_rewards(
             return ResolvedReward(name, measured)
         if name in judges:
             check_options(name, JUDGE_AS_REWARD, options)
-            return ResolvedReward(name, JUDGE_AS_REWARD, name)
+            return ResolvedReward(name, JUDGE_AS_REWARD, name, messages=None)
         if base not in source.functions or (judge and not judges):
             raise UserError(f"{where}: {_unknown(name, source, where)}")
         if judge:
@@ -173,7 +173,8 @@ def resolve_rewards(
             reward = find(section.name, section.options, "rewards")
             if section.messages and ":" not in section.name:
                 raise UserError(f"rewards.{section.called}: messages is for rewards of your own; drop it")
-        maximised.append(reward._replace(name=section.called, messages=section.messages))
+        messages = section.messages if reward.messages is None else False
+        maximised.append(reward._replace(name=section.called, messages=messages))
     names = (*(eval_rewards or source.eval_defaults), *source.eval_always)
     evaluated = tuple(find(name, {}, "eval_rewards") for name in names)
     return ResolvedRewards(tuple(sections), tuple(maximised), evaluated, names)
@@ -222,7 +223,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
         judge = judges[resolved.judge]
         if not callable(judge):
             raise UserError(f"{name}: judges.{resolved.judge} is not a reward; name one that uses it")
-        return judge
+        return with_arguments(judge, {}, messages=getattr(judge, "takes_messages", False) and resolved.messages)
     judge_names = {argument: argument for argument in arguments_of(function) if argument in judges}
     if resolved.judge:
         if len(judge_names) != 1:

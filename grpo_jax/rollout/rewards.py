@@ -54,7 +54,10 @@ PROGRESS = ("trainer_state", "log_metric")
 LOG_EXTRA = "log_extra"
 """The function that logs a column of completions/."""
 
-WHERE_NAMED = (*MESSAGES, *PROGRESS, LOG_EXTRA)
+IS_CONVERSATION = "is_conversation"
+"""Whether each prompt is a list of messages."""
+
+WHERE_NAMED = (*MESSAGES, *PROGRESS, LOG_EXTRA, IS_CONVERSATION)
 """Arguments that a reward gets only if it names them, not by ``**columns``."""
 
 
@@ -205,6 +208,7 @@ def make_score(
     missing: bool,
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
+    role: str = "user",
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
@@ -218,6 +222,7 @@ def make_score(
         missing: A failing reward is missing; otherwise it raises.
         columns_of: (completions, columns) → further columns, called once for all rewards.
         tokenize: Encodes a completion that the policy did not generate.
+        role: Role of observations in the messages of an episode.
     """
     ids_asked = any(asks(function, "completion_ids") for function in (*rewards.values(), *eval_rewards.values()))
 
@@ -248,6 +253,9 @@ def make_score(
             ]
         columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
         columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
+        if episodes is not None:
+            columns[MESSAGES[1]] = [_episode_messages(episode, role) for group in episodes for episode in group]
+        columns[IS_CONVERSATION] = [bool(row.messages) for row in rows for _ in range(group)]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
 
@@ -259,6 +267,17 @@ def make_score(
         return first, second
 
     return score
+
+
+def _episode_messages(episode: Episode, role: str) -> list[dict[str, str]]:
+    """Return the turns of an episode as chat messages, with the observations between them."""
+    messages = []
+    for turn in episode.turns:
+        messages.append({"role": "assistant", "content": turn.completion})
+        if turn.observation is not None:
+            texts = turn.observation.messages or (turn.observation.text,)
+            messages += [{"role": role, "content": text} for text in texts]
+    return messages
 
 
 def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
@@ -362,25 +381,30 @@ def with_arguments(
     options: Mapping[str, object],
     judges: Mapping[str, object] = MappingProxyType({}),
     *,
-    messages: bool = False,
+    messages: bool | None = False,
 ) -> Reward:
     """Bind options and judges among a reward's arguments; they shadow columns of the same name.
 
-    With `messages` the reward gets chat messages as its prompts and completions, as in TRL.
+    With `messages` the reward gets chat messages as its prompts and completions; None: where the prompts are messages,
+    as in TRL.
     """
-    if not (options or judges or messages):
+    if not (options or judges) and messages is False:
         return reward
 
     @functools.wraps(reward)
-    def bound(**arguments: object) -> object:
-        if messages:
-            arguments["prompts"], arguments["completions"] = (arguments[name] for name in MESSAGES)
+    def bound(**arguments: Any) -> object:
+        if messages is not False:
+            flags = arguments.get(IS_CONVERSATION) if messages is None else itertools.repeat(True)
+            for name, chats in zip(("prompts", "completions"), MESSAGES if flags else (), strict=False):
+                forms = zip(arguments[name], arguments[chats], flags, strict=False)
+                arguments[name] = [chat if is_chat else text for text, chat, is_chat in forms]
         return reward(**{**accepted_arguments(reward, arguments), **judges, **own_copy(options)})
 
-    if messages:
-        own = inspect.signature(reward).parameters
-        asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in own]
-        signature = inspect.Signature(sorted([*own.values(), *asked], key=lambda parameter: parameter.kind))
+    if messages is not False:
+        own = _parameters(reward) or [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+        names = {"prompts", "completions", *MESSAGES, IS_CONVERSATION} - {parameter.name for parameter in own}
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        signature = inspect.Signature(sorted([*own, *added], key=lambda parameter: parameter.kind))
         bound.__signature__ = signature  # type: ignore[attr-defined]
     return bound
 

@@ -376,6 +376,7 @@ def make_rollout_fns(
             missing=config.on_judge_error == "missing",
             columns_of=data.rewards.columns,
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
+            role=data.environment.role,
         ),
         reward_names=tuple(maximised),
         eval_reward_names=tuple(evaluated),

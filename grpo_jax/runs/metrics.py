@@ -106,7 +106,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
     measured: dict[str, RewardSection] = {}
     for place, section in enumerate(sections):
         name = section.called
-        plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
+        plain = RewardSection(name=section.name, options=section.options, messages=section.messages or None)
         same = measured.setdefault(name, plain) == plain  # a reward may also be an eval reward, unchanged
         where = "rewards" if place < len(rewards.sections) else "eval_rewards"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: {'name': function})"

@@ -12,7 +12,10 @@ from support.text_task import SHORT, completions, rows, train_here
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.env import Episode, Observation, Turn
+from grpo_jax.rollout.reward_registry import ResolvedReward, bind
 from grpo_jax.rollout.rewards import ExtraColumns, RewardError, collect_rewards, make_score
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
@@ -57,11 +60,16 @@ def spoil(completions, extra, *, words):
 def spared(completions, extra, **columns):
     return [len(one["seen"]) for one in extra]
 
+def same(prompts, completions):
+    assert [type(prompt) for prompt in prompts] == [type(completion) for completion in completions]
+    return [len(one) if isinstance(one, str) else 100 + len(one[0]["content"]) for one in completions]
+
 def plain(prompts, completions, **kwargs):
     assert not {"prompt_messages", "completion_messages"} & kwargs.keys()
     return [len(text) for text in completions]
 """
-TRL = {"format_reward": True, "asked": True, "beside": False, "plain": False}  # whether each takes messages
+# Whether each takes messages; None: as its prompts are.
+TRL = {"format_reward": True, "asked": True, "beside": False, "plain": False, "same": None}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +87,8 @@ def finished(place, own, tmp_path_factory):
     rewards = [
         f"{own}:seen",
         f"{own}:late",
-        f"{own}:noted",
+        {"name": f"{own}:noted", "messages": False},
+        {**length, "options": {"start": 0, "end": 100, "unit": "characters"}, "label": "typed"},
         {**length, "options": {"start": 0, "end": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"start": 0, "end": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         {"name": f"{own}:spoil", "options": {"words": ["a"]}},
@@ -130,6 +139,20 @@ def test_rewards_that_want_messages_get_them_and_others_texts(table):
     assert table["reward/format_reward"] == table["reward/plain"] == lengths
     assert table["reward/asked"] == [4.0 if chat else 2.0 for chat in chats]
     assert set(table["reward/beside"]) == {1.0}
+    assert table["reward/same"] == [n + 100 * chat for n, chat in zip(lengths, chats, strict=True)]
+    typed = [-len(text.strip()) / 100 for text in table["completion"]]
+    np.testing.assert_allclose(table["reward/typed"], typed, rtol=1e-6)  # a reward that ships reads both
+
+
+def test_the_messages_of_an_episode_are_all_its_turns():
+    turns = (Turn("add", observation=Observation("2; 3", messages=("2", "3"))), Turn("It is 3."))
+    talk = (Message("user", ("Add.",)),)
+    heard = []
+    resolved = ResolvedReward("mine", lambda completions: [heard.append(completions) or 1.0], messages=None)
+    score = make_score({"mine": bind(resolved, {})}, {}, missing=False, role="tool")
+    score([Row(0, "Add.", messages=talk)], [["It is 3."]], None, [[Episode(turns)]])
+    spoken = [("assistant", "add"), ("tool", "2"), ("tool", "3"), ("assistant", "It is 3.")]
+    assert heard == [[[{"role": role, "content": text} for role, text in spoken]]]
 
 
 def test_a_reward_that_changes_its_columns_and_options_changes_no_other_input(finished):
@@ -158,8 +181,8 @@ def test_two_rewards_of_one_function_have_a_label_each(finished, table):
     for label, end in (("three", 3), ("six", 6)):
         np.testing.assert_allclose(table[f"reward/{label}"], -np.minimum(1, lengths / end), rtol=1e-6)
     saved = load_config(finished / "config.yaml")
-    assert [reward.called for reward in saved.rewards][:5] == ["seen", "late", "noted", "three", "six"]
-    assert saved.rewards[4].condition_on == "three"
+    assert [reward.called for reward in saved.rewards][3:6] == ["typed", "three", "six"]
+    assert saved.rewards[5].condition_on == "three"
 
 
 def test_rewards_are_named_by_plain_texts():

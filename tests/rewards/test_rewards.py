@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 from support.text_task import ROOT
 
@@ -13,11 +14,13 @@ PUBLIC = [one for one in ALL if not one.__name__.startswith("_")]
 
 
 def values(reward, texts, answer=None, **options):
-    """As a run calls it: with all that there is, options fixed."""
+    """As a run calls it: with all that there is, options fixed; chat messages give the same."""
     columns = {} if answer is None else {"answer": answer}
     columns |= {"completion_ids": [list(range(len(text.split()) + 1)) for text in texts], "topic": [None] * len(texts)}
     bound = with_arguments(reward, options)
     found = collect_rewards({"mine": bound}, ["?"] * len(texts), texts, columns, 1)
+    talks = [[{"role": "assistant", "content": text}] for text in texts]
+    np.testing.assert_array_equal(found, collect_rewards({"mine": bound}, ["?"] * len(texts), talks, columns, 1))
     return [None if value != value else value for value in found.ravel().tolist()]
 
 

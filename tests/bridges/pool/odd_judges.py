@@ -112,6 +112,11 @@ def deadly(prompts, completions, wish, folder, **columns):
     return letters(prompts, completions, wish)
 
 
+def talkative(completions, log_metric=None, **columns):
+    log_metric("length", len(completions))
+    return [len(completion[0]["content"]) for completion in completions]
+
+
 def patient(prompts, completions, wish, **columns):
     """The same by a judge that takes its time."""
     time.sleep(0.5)

@@ -12,6 +12,8 @@ from grpo_jax.config.fields import identity
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.reward_registry import JUDGE_AS_REWARD, ResolvedReward, bind
+from grpo_jax.rollout.rewards import collect_rewards
 
 
 class Sized(Judge):
@@ -59,6 +61,14 @@ def test_a_function_is_a_judge_by_its_path():
     assert judge.load("cpu")(["p"], ["abca"], wish=["a"], other=[1]) == [4 / 8 + 2]
     with_options = judge.replace(name=f"{file}:deadly", options={"folder": "/nowhere"})
     assert with_options.load("cpu")(["p"], ["abca"], ["a"]) == [4 / 8 + 2]
+    resolved, messages = (
+        ResolvedReward("a", JUDGE_AS_REWARD, "a", messages=None),
+        [[{"role": "user", "content": "abc"}]],
+    )
+    reward = bind(resolved, {"a": judge.replace(name=f"{file}:talkative").load("cpu")})  # like any reward of the user
+    given = {"prompt_messages": messages, "completion_messages": messages, "is_conversation": [True]}
+    given["log_metric"] = lambda *_: None
+    assert collect_rewards({"a": reward}, ["p"], ["c"], given, 1) == [[[3]]]
     with pytest.raises(UserError, match="has no nothing"):
         judge.replace(name=f"{file}:nothing").check()
     with pytest.raises(UserError, match=r"judges.a.name: expected package.module:function or file.py:function"):

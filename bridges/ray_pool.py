@@ -74,6 +74,8 @@ class Pooled:
             about = described(actors)
         except PoolLost as error:  # there is nothing to save yet
             raise UserError(f"{name}: {error}; the pool did not start (see `ray status`)") from error
+        if logs := sorted({"log_metric", "log_extra"} & {*getattr(about[-1], "parameters", ())}):
+            raise UserError(f"{name}: actors cannot log: take {', '.join(logs)} out of its arguments, or drop its pool")
         kind = RayPool if about[-1] is None else PooledReward
         return kind(name, actors, about, getattr(self.judge, "batch_size", 0) or ROWS, pool.batch_timeout)
 

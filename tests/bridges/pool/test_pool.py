@@ -123,6 +123,10 @@ def test_a_pool_without_actors_stops_the_run_and_what_does_not_start_says_why(ju
         load_in_pool(f"{ODD}:Odd", replicas=2, resources={"num_gpus": 1})
     with pytest.raises(UserError, match=r"judges\.odd\.resources, runtime_env: "):
         load_in_pool(f"{ODD}:Odd", runtime_env={"pip": 3})
+    with pytest.raises(
+        UserError, match=r"^judges\.odd: actors cannot log: take log_metric out of its arguments, or drop"
+    ):
+        load_in_pool("function", name=f"{ODD}:talkative")
 
 
 def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(cluster, tmp_path, monkeypatch):

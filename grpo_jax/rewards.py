@@ -154,31 +154,21 @@ def exact_match(
 
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3}){1,99}(?![,\d])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
-_NUMBER = re.compile(
-    r"((?<![\w.)\]])[-+−–]|(?<== )[-−–] )?"  # a sign, but not a minus between two numbers
-    rf"(?:(?<![\d.,/])(?:(\d+) +)?({_DECIMAL}) ?/ ?({_DECIMAL})(?!\d| ?/ ?\d)|({_DECIMAL}))"
-)
-"""A number: its sign; whole part, numerator and denominator of a fraction; or a decimal."""
-_MOST_DIGITS = 1000
-_PLAIN = [
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"\{,\}|(?<=\d)\\,(?=\d{3}(?!\d))", ","),
-        (r"\\!", ""),
-        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", " "),
-        (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}(?:\s*\^\s*\{?\d\}?)?", r" \1 "),  # also a unit's power
-        (r"(?<=[a-zA-Z]{2})\^\{?[23]\}?", ""),
-        (r"\\(?:left|right|displaystyle|quad|[,;:$%()\[\] ])", " "),
-        (r"(?<=\d)\s*(?=\\[cdt]?frac)", " "),
-        (rf"\\[cdt]?frac\s*(?:\{{\s*([-+−]?{_DECIMAL})\s*\}}|(\d))\s*(?:\{{\s*({_DECIMAL})\s*\}}|(\d))", r"\1\2/\3\4"),
+# A fraction or a decimal, with a sign that is no minus between two numbers; not a part of a date.
+_NUMBER = re.compile(rf"((?<![\w.)\]])[-+−])?(?:(?<![\d.,/])({_DECIMAL}) ?/ ?({_DECIMAL})(?!\d| ?/ ?\d)|({_DECIMAL}))")
+_LATEX = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\{,\}|\\[,!]", ""),
+        (r"(?<=\d)\s*(?=\\[dt]?frac)", " "),
+        (r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4"),
+        (r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\^\s*\{?\\circ\}?|\\[%$ ]", " "),
     )
 ]
-"""LaTeX around a number, and its replacement."""
-_MATHS = re.compile(r"[\\^_+±√π×·]")
-_VARIABLE = re.compile(r"(?:\s*[-−–*/]\s*)?[a-zA-Z](?![a-zA-Z])")  # as in 2x or 2 - x, but not a unit
-_OPERATOR = r"(?:\\(?:sqrt|pi|cdot|times|pm|[cdt]?frac)|[\^√π×·±])"
-_ARGUMENT = re.compile(rf"(?:(?:{_OPERATOR}|\w_)\s*\{{?|\\(?!boxed)[a-zA-Z]+\s*(?:\[[^\]]*\]\s*)?\{{|\}}\s*\{{)\s*$")
-_FACTOR = re.compile(rf"\s*{_OPERATOR}")
+_MATHS = re.compile(r"[\\^_±√π×·]|\d[a-zA-Z](?![a-zA-Z])|[a-zA-Z\d]\s*[-+−*/]\s*\d|\d\s*[-+−*/]\s*[a-zA-Z\d]")
+"""Mathematics around a number: roots, powers, variables such as 2x, sums, products."""
+_LONGEST = 1000  # characters of a number; the square of that many digits takes time
 
 
 def numeric_answer(
@@ -193,9 +183,8 @@ def numeric_answer(
 
     A completion's number is the only number in its last \boxed{…}; without a box, it is its last number. An answer is
     one number, perhaps in a sentence; of a whole solution, the number in its last \boxed{…} or after its last ####.
-    Numbers are compared exactly: 1,234.50 is 1234.5, 1e3 is 1000, and 3/4, \frac{3}{4} and 0.75 are equal, as are
-    1 1/2 and 1.5. A comma is a thousands separator; units and percent signs are ignored. Roots, powers and variables
-    are no numbers.
+    Numbers are compared exactly: 1,234.50 is 1234.5, 1e3 is 1000, and 3/4, \frac{3}{4} and 0.75 are equal. A comma is a
+    thousands separator; units and percent signs are ignored. Roots, powers, variables and 1 1/2 are no numbers.
 
     Args:
         answer: Per completion, a number or a text with one.
@@ -240,42 +229,35 @@ def _number_of(text: str) -> Fraction | None:
     boxed = _boxed(text)
     if boxed is not None:
         return _only_number(boxed)
-    end = max(map(text.rfind, string.digits))
-    text = _plain(text[max(0, end - 2 * _MOST_DIGITS) : end + 40])  # around the last number
-    numbers = [*_NUMBER.finditer(text)]
-    last = numbers[-1] if numbers else None
-    if last is None or _FACTOR.match(text, last.end()) or _ARGUMENT.search(text[: last.start()][-40:]):
-        return None
-    return _value(last)
+    end = max(map(text.rfind, string.digits)) + 1
+    numbers = [*_NUMBER.finditer(_without_latex(text[max(0, end - 2 * _LONGEST) : end + 1]))]  # around the last number
+    return _value(numbers[-1]) if numbers else None
 
 
 def _only_number(text: str) -> Fraction | None:
     """Return the number of a text that holds one and no other mathematics."""
-    text = re.sub(r"^\s*[-−–]\s+", "-", _plain(text))
+    text = _without_latex(text)
     numbers = [*_NUMBER.finditer(text)]
     if len(numbers) != 1:
         return None
-    before, after = text[: numbers[0].start()], text[numbers[0].end() :]
-    part = before.rstrip().endswith(("-", "−", "–", "/")) or _VARIABLE.match(after) or _MATHS.search(before + after)
-    return None if part else _value(numbers[0])
+    start, end = numbers[0].span()
+    return None if _MATHS.search(f"{text[:start]}1{text[end:]}") else _value(numbers[0])
 
 
-def _plain(text: str) -> str:
-    """Return a text with plain fractions, and without the LaTeX that surrounds numbers."""
-    for pattern, replacement in _PLAIN:
+def _without_latex(text: str) -> str:
+    """Return a text with plain fractions, and without the LaTeX in and around numbers."""
+    for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    sign, *parts = number.groups()
-    if len(number[0]) > _MOST_DIGITS:
+    """Return the value of a match of `_NUMBER`; None for a division by 0 and for too many digits."""
+    if len(number[0]) > _LONGEST:
         return None
-    whole, numerator, denominator, decimal = (Fraction(Decimal((part or "0").replace(",", ""))) for part in parts)
-    if parts[1] and not denominator:
-        return None
-    value = whole + numerator / denominator if parts[1] else decimal
-    return -value if sign and sign != "+" else value
+    sign, numerator, denominator, decimal = number.groups()
+    parts = [Fraction(Decimal(part.replace(",", ""))) for part in (decimal or numerator, denominator or "1")]
+    return None if not parts[1] else (-1 if sign in ("-", "−") else 1) * parts[0] / parts[1]
 
 
 def _boxed(text: str) -> str | None:

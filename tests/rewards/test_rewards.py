@@ -49,15 +49,15 @@ def test_each_is_described_on_its_page():
         (r"so \boxed{12} as shown in 3 steps", "12"),
         (r"\boxed{1} no, \boxed{x = \text{about } 2} (see 9)", r"Therefore \boxed{2}."),
         (r"\boxed{12{,}000}", "12000"),
-        (r"\boxed{12\,000 \text{ m}^2}", "12000 cm^2"),
+        (r"\boxed{12\,000 \text{ m}}", "12000 cm"),
         (r"It is $\frac{3}{4}$.", "3/4"),
         (r"\boxed{\dfrac34}", "0.75"),
-        (r"\boxed{-1\frac{1}{2}}", "-1 1/2"),
-        (r"\boxed{- 5}", r"$x = -5$"),
+        (r"\boxed{-\frac{1}{2}}", r"$x = -1/2$"),
         ("so 3/4 of them", r"\frac{3}{4}"),
         ("on 3/4/2020", "2020"),
         (r"\boxed{30^\circ}", "30°C"),
         (r"\boxed{50\%}", "50 %"),
+        ("18 a day", "$18 a day"),
         ("10000000000000000000000000000001", "10000000000000000000000000000001"),
     ],
 )
@@ -75,7 +75,8 @@ def test_the_number_of_an_answer_is_found(text, right):
         (r"\boxed{4}", r"\frac{3}{4}"),
         ("2", "1/2"),
         ("1/0", "0"),
-        (r"it is $5\sqrt{2}$", "2"),
+        (r"\boxed{5\sqrt{2}}", "2"),
+        (r"\boxed{1\frac{1}{2}}", "0.5"),
         (r"\boxed{2\pi}", "2"),
         (r"\boxed{x - 5}", "5"),
         (r"\boxed{\pm 5}", "5"),
@@ -94,7 +95,7 @@ def test_a_number_may_be_off_by_the_tolerance():
 
 
 @pytest.mark.parametrize(
-    "answer", ["x = y", r"5\sqrt{2}", "2x", "(3, 4)", "3,14", "6*7 = 42", r"\pm 5", "1/0", "5k", ""]
+    "answer", ["x = y", r"5\sqrt{2}", "2x", "(3, 4)", "3,14", "6*7 = 42", r"\pm 5", "1/0", "5k", "1 1/2", ""]
 )
 def test_an_answer_without_a_number_is_an_error_and_none_is_no_reward(answer):
     assert values(rewards.numeric_answer, ["1", "1"], [None, "1"]) == [None, 1.0]

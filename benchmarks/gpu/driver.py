@@ -29,7 +29,7 @@ LEAST = 10.0
 """Smallest remaining seconds to begin a part."""
 SHARE = 0.8
 """Share of a part's seconds after which it begins no further measurement."""
-PATIENCE = 10
+PATIENCE = 30
 """Times as long limits and budgets of a rehearsal on a CPU, which may be busy."""
 SHOWN = 6000
 """Characters of a process's output that are printed when it ended early."""
@@ -278,7 +278,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--call", choices=list(CALLS), help="the parts of one call (default: all calls)")
     group.add_argument("--parts", nargs="+", choices=list(PARTS), metavar="PART", help="these parts, in this order")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; chosen anyway if JAX sees no GPU")
+    parser.add_argument("--tiny", action="store_true", help="rehearse at tiny sizes on a CPU")
     parser.add_argument("--programs", type=Path, metavar="DIR", help="keep compiled programs here for the next call")
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="seconds of all parts together (default: the call's)"
@@ -290,12 +290,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     calls = [CALLS[chosen.call]] if chosen.call else list(CALLS.values())
     chosen.names = chosen.parts or [part for call in calls for part in call.parts]
     chosen.usual_budget = sum(PARTS[name].limit for name in chosen.parts or ()) or sum(call.budget for call in calls)
-    chosen.out = chosen.out or HERE.with_name(f"gpu-{chosen.call}.json" if chosen.call else "gpu.json")
+    stem = "-".join(filter(None, ["gpu", chosen.call, "tiny" if chosen.tiny else None]))
+    chosen.out = chosen.out or HERE.with_name(f"{stem}.json")
     return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 if a measurement failed, disagreed, or is missing."""
+    """Run the command; return 0, 1 if a measurement failed, disagreed or is missing, and 2 without a GPU."""
     chosen = options(arguments)
     if chosen.worker is None:
         # On SIGTERM, as on Ctrl-C, the worker ends with the driver.
@@ -311,28 +312,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def drive(chosen: argparse.Namespace) -> int:
     """Describe the machine, run the parts, and print their table."""
-    start = time.monotonic()
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="grpo_jax_gpu_") as folder:
-        variables = environment(chosen.programs or Path(folder) / "programs", Path(folder))
-        workers = Workers(chosen.out.resolve(), variables, chosen.tiny)
-        workers.log.write_text("", encoding="utf-8")
-        keep({"date": datetime.date.today().isoformat(), "call": chosen.call, "parts": {}}, workers.out)
-        error = workers.run("describe", LIMIT * (PATIENCE if chosen.tiny else 1))
+    start, patience = time.monotonic(), PATIENCE if chosen.tiny else 1
+    with tempfile.TemporaryDirectory(prefix="grpo_jax_gpu_") as name:
+        folder = Path(name)
+        variables = environment(chosen.programs or folder / "programs", folder)
+        machine = Workers(folder / "machine.json", variables, chosen.tiny)
+        keep({}, machine.out)
+        error = machine.run("describe", LIMIT * patience)
         if error:
-            print(f"JAX did not start ({error}):\n{workers.log.read_text()[-SHOWN:]}", file=sys.stderr)
+            print(f"JAX did not start ({error}):\n{machine.log.read_text()[-SHOWN:]}", file=sys.stderr)
             return 1
-        report = read(workers.out)
+        report = read(machine.out)
         if report["backend"] != "gpu" and not chosen.tiny:
-            workers = workers._replace(tiny=True)
-            print("JAX sees no GPU: tiny sizes on the CPU, which say nothing about a GPU.", flush=True)
-        keep(report | {"tiny": workers.tiny}, workers.out)
-        machine = [report["driver"] or report["device"], *(" ".join(item) for item in report["versions"].items())]
-        print(f"{report['date']}: {', '.join(machine)}", flush=True)
-        budget = chosen.budget or chosen.usual_budget * (PATIENCE if workers.tiny else 1)
-        for name in chosen.names:
-            print(f"{name} …", file=sys.stderr, flush=True)
-            workers.run_part(name, budget - (time.monotonic() - start))
+            print("JAX sees no GPU here; --tiny rehearses the measurements on a CPU", file=sys.stderr)
+            return 2
+        report |= {"date": datetime.date.today().isoformat(), "call": chosen.call, "tiny": chosen.tiny, "parts": {}}
+        words = [report["driver"] or report["device"], *(" ".join(item) for item in report["versions"].items())]
+        print(f"{report['date']}: {', '.join(words)}", flush=True)
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        workers = machine._replace(out=chosen.out.resolve())
+        keep(report, workers.out)
+        workers.log.write_text("", encoding="utf-8")
+        budget = chosen.budget or chosen.usual_budget * patience
+        for part in chosen.names:
+            print(f"{part} …", file=sys.stderr, flush=True)
+            workers.run_part(part, budget - (time.monotonic() - start))
     parts = read(workers.out)["parts"]
     print(table(parts))
     return 0 if all(map(is_complete, parts.values())) else 1

@@ -99,6 +99,13 @@ def test_a_missing_measurement_is_the_exit_code(tmp_path):
     assert json.loads(out.read_text())["versions"]["jax"] and "jax" in done.stdout
 
 
+def test_without_a_gpu_it_is_refused(tmp_path):
+    words = [word for word in command("--call", "A", "--out", str(tmp_path / "gpu.json")) if word != "--tiny"]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    message = "JAX sees no GPU here; --tiny rehearses the measurements on a CPU\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
 def test_a_killed_driver_keeps_what_was_measured(tmp_path):
     """A part that fails before prints its traceback and does not stop the next one."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch is broken')")

@@ -21,7 +21,7 @@ RUNS = {
     "grpo_iteration": "--cases tiny --threads 1 --rounds 1 --iterations 1 --out FOLDER/out.json",
     "evidence/vision": f"--arms seeing --seeds 0 --out FOLDER {SHORT}",
     "recommendation/sasrec": "--config recommendation_quick --epochs 1 --limit 50",
-    "scaling/farm": "--replicas 1 --seconds 0.01 --batches 1 --sizes 8 --pictures 1 --repeats 1 --no_miniature",
+    "scaling/farm": "--replicas 1 --seconds 0.01 --batches 1 --sizes 8 --pictures 4 --repeats 1 --no_miniature",
 }
 """The other benchmarks take real weights, hours, or another test's time (faults, CartPole, absent GPUs)."""
 

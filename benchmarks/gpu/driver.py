@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import outcome
 from outcome import Figures, keep
+from support.xla import known_flags
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 115.0
@@ -313,6 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def drive(chosen: argparse.Namespace) -> int:
     """Describe the machine, run the parts, and print their table."""
     start, patience = time.monotonic(), PATIENCE if chosen.tiny else 1
+    if chosen.tiny and "XLA_FLAGS" not in os.environ:
+        os.environ["XLA_FLAGS"] = known_flags()  # as in the tests: a rehearsal compiles for most of its time
     with tempfile.TemporaryDirectory(prefix="grpo_jax_gpu_") as name:
         folder = Path(name)
         variables = environment(chosen.programs or folder / "programs", folder)

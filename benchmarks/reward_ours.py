@@ -8,12 +8,13 @@ from __future__ import annotations
 import reward_work as task
 
 from grpo_jax import make_config, run
+from grpo_jax.config.run import Config
 
-if __name__ == "__main__":
-    given = task.assignment()
-    stopwatch = task.Stopwatch(given)
+
+def config_of(given: task.Assignment) -> Config:
+    """The run's config; its AdamW has task.BETA1 always."""
     lora = {"rank": task.RANK, "alpha": task.ALPHA, "targets": list(task.TARGETS)}
-    config = make_config(
+    return make_config(
         task="text",
         run_dir=str(given.out.with_suffix(".run")),
         seed=given.seed,
@@ -24,7 +25,6 @@ if __name__ == "__main__":
         optimizer={
             "learning_rate": task.RATE,
             "schedule": "constant",
-            "beta1": task.BETA1,
             "beta2": task.BETA2,
             "weight_decay": 0.0,
             "max_grad_norm": task.CLIP_NORM,
@@ -32,8 +32,13 @@ if __name__ == "__main__":
         training={"prompts_per_batch": task.PROMPTS, "max_steps": given.steps, "save_every": 0},
         report_to=[],
     )
+
+
+if __name__ == "__main__":
+    given = task.assignment()
+    stopwatch = task.Stopwatch(given)
     run(
-        config,
+        config_of(given),
         rewards=[task.digits],
         on_iteration=lambda event: stopwatch.step(event.metrics["reward/digits/mean"]),
     )

@@ -9,6 +9,8 @@ import pytest
 from support import import_checks
 from support.imports import ROOT
 
+from grpo_jax.config.command_line import parse
+
 BENCHMARKS = ROOT / "benchmarks"
 SHORT = """--training.max_steps 1 --training.save_every 0 --training.prompts_per_batch 2 --sampling.group_size 2
 --evaluation.every 0 --evaluation.prompts 2 --evaluation.validation_prompts 0"""
@@ -30,6 +32,28 @@ def test_calls_fit_the_functions():
     """Of the scripts that no test runs, too."""
     paths = import_checks.sources("benchmarks", "docs", "examples", "scripts")
     assert not [line for path in paths for line in import_checks.unfit_calls(path)]
+
+
+def test_settings_are_fields(monkeypatch, tmp_path):
+    """Those of runs that take too long, or real weights."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "evidence"))
+    import first_update
+    import miniature
+    import reward_ours
+    import reward_work
+    import several_rewards
+    import several_rewards_text
+    import small_writer
+    import vision
+
+    texts = [several_rewards_text.SETTINGS.split(), small_writer.SETTINGS.split()]
+    arms = [["--config", "prompt_refinement_miniature", *options] for options in vision.ARMS.values()]
+    run = first_update.our_command("tiny", tmp_path)[2:]
+    for options in (*miniature.VARIANTS.values(), several_rewards.SETTINGS, *texts, *arms, run):
+        parse(options)
+    given = reward_work.Assignment(tmp_path, tmp_path / "rows.jsonl", 0, 1, "layer", 0.0, tmp_path / "out.json")
+    assert reward_ours.config_of(given).policy.lora.rank == reward_work.RANK
 
 
 def test_the_requests_of_the_small_writer_are_chats(monkeypatch, tmp_path):

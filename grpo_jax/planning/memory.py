@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,8 +32,17 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import GIB, MEMORY, PLAN, TARGET
-from grpo_jax.planning.programs import Report, Shown, report_program, run_programs, state_shapes, tree_bytes
-from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
+from grpo_jax.planning.programs import (
+    Program,
+    Report,
+    Shown,
+    count_work,
+    report_program,
+    run_programs,
+    state_shapes,
+    tree_bytes,
+)
+from grpo_jax.planning.targets import Target, has_compiler, nearest_gpu, open_devices, parse_target, prepare
 from grpo_jax.rollout.data import all_rows, row_facts
 from grpo_jax.rollout.prompts import prompts_of
 from grpo_jax.runs.policy import NEW
@@ -57,21 +67,30 @@ def show_plan(config: Config, request: Namespace) -> int:
         raise UserError(f"{PLAN}: a small policy, made when the run begins, takes little; there is nothing to plan")
     size, gib = config.policy.mesh.size, request.gib
     if target is not None:
-        prepare()
         require(size <= target.devices, "policy.mesh", f"at most {target.devices} devices for {TARGET} {target}", size)
         gib = (target.kind.memory / GIB,) * target.devices
+    elif gib and has_compiler("cuda"):
+        target = nearest_gpu(gib[0], max(len(gib), size))
+    if target is not None:
+        prepare()
     if gib:
         with suppress(RuntimeError):  # JAX has already started and keeps its devices
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", max(len(gib), size))
+    if target is None or target.platform != "tpu":
+        places_of(config, len(gib))  # its mistakes come before the minutes of compilation
     model = read_shape(config.policy.path)
     shown, note = read_shown(config, model)
-    memory, programs = plan_policy(config, model, shown, target)
+    memory, programs = plan_policy(config, model, shown, target, absent=bool(gib))
     cards = plan_devices(config, memory, gib, target)
     _print_cards(config, memory, cards, note)
-    _print_programs(programs, target)
-    full = [card.name for card in cards if card.excess]
-    print(f"It does not fit: {', '.join(full)}." if full else "It fits.")
+    _print_programs(programs, target, memory.estimate)
+    if memory.estimate:
+        print(f"Sampling and update are estimates: {memory.estimate}. With grpo_jax[targets], XLA compiles for a GPU.")
+    full = [card for card in cards if card.excess]
+    for card in full:
+        print(f"{card.name} needs less memory with {_remedies(config, card)} (docs/planning.md).")
+    print(f"It does not fit: {', '.join(card.name for card in full)}." if full else "It fits.")
     return 1 if full else 0
 
 
@@ -90,8 +109,7 @@ class PolicyMemory(NamedTuple):
     rollout_weights: int
     sampling: int = 0  # of the sampling programs, including KV caches
     update: int = 0  # of the update and of log-probabilities, including gradients
-    # compiled in float32, since a CPU has no narrower products: sampling and update are upper bounds
-    widened: bool = False
+    estimate: str = ""  # how sampling and update were estimated; empty if compiled in their own dtype
 
     @property
     def held(self) -> int:
@@ -100,24 +118,36 @@ class PolicyMemory(NamedTuple):
 
 
 def plan_policy(
-    config: Config, model: ModelConfig, shown: Shown | None = None, target: Target | None = None
+    config: Config,
+    model: ModelConfig,
+    shown: Shown | None = None,
+    target: Target | None = None,
+    *,
+    absent: bool = False,
 ) -> tuple[PolicyMemory, Mapping[str, Report]]:
     """Count and compile a run's policy of this shape; returns its memory on one device, and its programs.
 
-    Prompts have data.max_prompt_tokens. UserError for adapters on unknown projections, a weight that the mesh does not
-    divide, or too few devices.
+    Prompts have data.max_prompt_tokens. With `absent`, a CPU compiles in place of GPUs, and estimates a narrow dtype.
+    UserError for adapters on unknown projections, a weight that the mesh does not divide, or too few devices.
     """
     section = config.policy
     try:
         devices = jax.devices() if target is None else open_devices(target)
         mesh = make_mesh(section.mesh.fsdp, section.mesh.tensor, devices) if section.mesh.size > 1 else None
+        programs = run_programs(config, model, mesh, shown, None if target is None else target.platform)
+        state = state_shapes(config, model, mesh, pictures=shown is not None)
         narrow = {section.compute_dtype, weight_dtype(section)} - {"float32"}
-        widened = bool(narrow) and target is None and devices[0].platform == "cpu"
-        same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
-        wide = config.replace(policy=section.replace(**same)) if widened else config
-        programs = run_programs(wide, model, mesh, shown, None if target is None else target.platform)
-        reports = {name: report_program(part, target, devices[0], section.mesh.size) for name, part in programs.items()}
-        held = held_memory(config, state_shapes(config, model, mesh, pictures=shown is not None))
+        note, compiled = "", programs
+        if absent and narrow and target is None and devices[0].platform == "cpu":
+            note = f"compiled in float32, activations scaled to {section.compute_dtype}"
+            same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
+            compiled = run_programs(config.replace(policy=section.replace(**same)), model, mesh, shown)
+        reports = {}
+        for name, program in compiled.items():
+            print(f"compiling {name} for {target or devices[0].platform} …", file=sys.stderr, flush=True)
+            reports[name] = report_program(program, target, devices[0], section.mesh.size)
+            if note:
+                reports[name] = _estimate(config, state, name, programs[name], reports[name])
     except ValueError as error:
         raise UserError(f"policy: {error}") from error
     # Besides weights, pictures, their states and a batch are arguments.
@@ -125,7 +155,24 @@ def plan_policy(
         name: reports[name].working_bytes + tree_bytes(program.arguments[1:]) for name, program in programs.items()
     }
     sampling = max(working.pop(name, 0) for name in ("vision", "sample", "turn"))
-    return held._replace(sampling=sampling, update=max(working.values()), widened=widened), reports
+    memory = held_memory(config, state)
+    return memory._replace(sampling=sampling, update=max(working.values()), estimate=note), reports
+
+
+def _estimate(config: Config, state: TrainState, name: str, program: Program, wide: Report) -> Report:
+    """Estimate a program's memory from that of its float32 version, since a CPU computes bfloat16 in float32.
+
+    Activations take half in bfloat16. Gradients stay float32, and sampling copies float32 weights to the narrow dtype,
+    which takes about the other half.
+    """
+    wide_bytes = 0
+    if config.policy.compute_dtype == "float32" or (name != "update" and weight_dtype(config.policy) == "float32"):
+        wide_bytes = wide.temporary_bytes
+    elif name == "update" and config.training.grad_dtype == "float32":
+        wide_bytes = min(tree_bytes(trained_weights(state.variables)), wide.temporary_bytes)
+    temporary = wide_bytes + (wide.temporary_bytes - wide_bytes) // 2
+    work = count_work(program, config.policy.mesh.size)
+    return Report(tree_bytes(program.arguments), temporary, wide.output_bytes, work)
 
 
 def held_memory(config: Config, state: TrainState) -> PolicyMemory:
@@ -223,7 +270,7 @@ def plan_devices(
     config: Config, memory: PolicyMemory, gib: tuple[float, ...], target: Target | None = None
 ) -> list[DeviceMemory]:
     """Return all devices with their lines; `gib` is the memory of each, () for this machine's."""
-    kind = "gpu" if target is None or target.platform == "cuda" else "tpu"
+    kind = "tpu" if target is not None and target.platform == "tpu" else "gpu"
     if kind == "tpu":  # judges run in torch on the host
         policy = tuple(f"tpu:{chip}" for chip in range(config.policy.mesh.size))
         places = {POLICY: policy} | {name: ("cpu",) for name in config.judges}
@@ -279,7 +326,7 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
     no_copy = "the base without its adapters" if lora.used else "none: no KL"
     compiled = "compiled" if target is None else f"compiled for {target}"
-    note = "at most: compiled in float32" if memory.widened else compiled
+    note = "estimate" if memory.estimate else compiled
     larger = memory.sampling > memory.update
     return [
         Line("parameters", memory.weights, dtype),
@@ -289,6 +336,29 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
         Line("sampling", memory.sampling, f"{note}, with its caches", larger or ahead),
         Line("update", memory.update, f"{note}, with its gradients; remat: {section.remat}", not larger or ahead),
     ]
+
+
+def _remedies(config: Config, card: DeviceMemory) -> str:
+    """Name the options that make the largest parts of a device smaller, as docs/planning.md does."""
+    training, section = config.training, config.policy
+    prompts = training.prompts_per_batch // training.minibatches
+    steps = next((n for n in range(training.grad_accumulation_steps + 1, prompts + 1) if prompts % n == 0), 0)
+    chunk = (training.chunk_prompts or training.prompts_per_batch) // 2
+    options = {
+        "update": [
+            *([f"--training.grad_accumulation_steps {steps}"] if steps else []),
+            *(["--policy.remat layer"] if section.remat != "layer" else []),
+            *(["--training.grad_dtype bfloat16"] if training.grad_dtype == "float32" and not section.lora.used else []),
+        ],
+        "sampling": [f"--training.chunk_prompts {chunk}"] if chunk else [],
+        "optimizer state": [] if section.lora.used else ["--policy.lora.rank 16"],
+    }
+    narrower = [] if section.compute_dtype == "bfloat16" else ["--policy.compute_dtype bfloat16"]
+    lines = [line for line in card.parts.get(POLICY, []) if line.counted and line.bytes > card.excess / 4]
+    named = [option for line in sorted(lines, key=lambda line: -line.bytes) for option in options.get(line.name, [])]
+    if card.parts.keys() - {POLICY, "runtime"}:
+        named.append("a judge on another device, or with a smaller batch_size")
+    return ", ".join([*named, *narrower]) or "a smaller sampling.group_size"
 
 
 # --------------------------------------------------------------------------------------------------------- the printing
@@ -312,10 +382,10 @@ def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMem
         print(f"  needed {_gib(card.needed)} of {_gib(card.room)} GiB ({FREE:.0%} left free): {verdict}")
 
 
-def _print_programs(programs: Mapping[str, Report], target: Target | None) -> None:
+def _print_programs(programs: Mapping[str, Report], target: Target | None, estimate: str) -> None:
     """Print memory and work per call of each program, on one device; for a target also the time bound."""
-    where = "here" if target is None else f"for {target.kind.title}"
-    print(f"Programs, compiled {where} and not run, without the judges, which run in torch:")
+    where = (estimate or "compiled here") if target is None else f"compiled for {target.kind.title}"
+    print(f"Programs, {where} and not run, without the judges, which run in torch:")
     bound = "" if target is None else "  bound"
     print(f"  {'':<10}{'arguments':>12}{'temporary':>11}{'peak, GiB':>11}{'TFLOP':>9}{'GB moved':>10}{bound}")
     for name, program in programs.items():

@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, short_repr
-from grpo_jax.planning import GIB, TARGET
+from grpo_jax.planning import GIB, MEMORY, TARGET
 
 _UNTIMED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 _WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
@@ -55,6 +55,7 @@ class Tpu(NamedTuple):
 _FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 _HOPPER = ((9, 0), 132, 128, 2048, 233472, 232448, 1.98, 52428800)
+_TURING = ((7, 5), 40, 64, 1024, 65536, 65536, 1.59, 4194304)
 TARGETS: dict[str, Gpu | Tpu] = {
     "h100": Gpu("H100 SXM", 84942979072, 989.4e12, 3352.32e9, *_HOPPER),
     "h200": Gpu("H200 SXM", 151397597184, 989.4e12, 4800e9, *_HOPPER),
@@ -64,11 +65,14 @@ TARGETS: dict[str, Gpu | Tpu] = {
     "rtx6000pro": Gpu(
         "RTX PRO 6000", 103079215104, 503.8e12, 1792e9, (12, 0), 188, 128, 1536, 131072, 101376, 2.6, 134217728
     ),
+    "rtx4090": Gpu("RTX 4090", 25386352640, 165.2e12, 1008e9, (8, 9), 128, 128, 1536, 102400, 101376, 2.52, 75497472),
+    "l4": Gpu("L4", 23659151360, 121e12, 300e9, (8, 9), 58, 128, 1536, 102400, 101376, 2.04, 50331648),
+    "t4": Gpu("T4 (slow: its bfloat16 products are float32)", 15828320256, 8.1e12, 320e9, *_TURING),
     "v5e": Tpu("TPU v5e", 16 * GIB, 197e12, 819e9, _FLAT),
     "v6e": Tpu("TPU v6e", 32 * GIB, 918e12, 1640e9, _FLAT),
     "v5p": Tpu("TPU v5p", 95 * GIB, 459e12, 2765e9, _CUBE),
 }
-_KNOWN = {(8, 0): "A100", (8, 6): "A10", (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX PRO 6000"}
+_KNOWN = {(8, 0): "A100", (8, 6): "A10", (8, 9): "L4", (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX PRO 6000"}
 """A card that Pallas knows, by capability; Pallas uses nothing else of it."""
 
 
@@ -85,8 +89,10 @@ class Target(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """Return JAX's platform name for lowering."""
-        return "cuda" if isinstance(self.kind, Gpu) else "tpu"
+        """Return the platform, as `platform_of` names that of a device; Triton does not compile below sm_80."""
+        if not isinstance(self.kind, Gpu):
+            return "tpu"
+        return "cuda" if self.kind.capability >= (8, 0) else "gpu"
 
     def __str__(self) -> str:
         return self.name if self.devices == 1 else f"{self.name}:{self.devices}"
@@ -96,10 +102,20 @@ def parse_target(text: str) -> Target:
     """Parse ``h100``, or ``h100:8`` for eight devices; UserError for other forms."""
     match = re.fullmatch(rf"({'|'.join(TARGETS)})(?::([1-9]\d{{0,3}}))?", text)
     if match is None:
-        raise UserError(
-            f"{TARGET}: expected one of {', '.join(TARGETS)}, with :DEVICES behind it, got {short_repr(text)}"
-        )
+        forms = f"one of {', '.join(TARGETS)}, with :DEVICES behind it, or {MEMORY} for another card"
+        raise UserError(f"{TARGET}: expected {forms}, got {short_repr(text)}")
     return Target(match[1], int(match[2] or 1))
+
+
+def nearest_gpu(gib: float, devices: int) -> Target:
+    """Return the GPU with Triton whose memory is nearest, to compile for cards of which only that is known."""
+    kinds = {name: kind for name, kind in TARGETS.items() if Target(name).platform == "cuda"}
+    return Target(min(kinds, key=lambda name: abs(kinds[name].memory / GIB - gib)), devices)
+
+
+def has_compiler(platform: str) -> bool:
+    """Return whether XLA's compiler for a platform is installed."""
+    return any(map(find_spec, ("libtpu",) if platform == "tpu" else ("jax_cuda12_plugin", "jax_cuda13_plugin")))
 
 
 def prepare() -> None:
@@ -114,9 +130,8 @@ def prepare() -> None:
 def open_devices(target: Target) -> list[jax.Device]:
     """Return devices that only support compilation; UserError if the compiler is missing."""
     kind = target.kind
-    compilers = ("jax_cuda12_plugin", "jax_cuda13_plugin") if isinstance(kind, Gpu) else ("libtpu",)
-    if not any(map(find_spec, compilers)):
-        needed = f"needs {' or '.join(compilers)}"
+    if not has_compiler(target.platform):
+        needed = "needs libtpu" if target.platform == "tpu" else "needs jax_cuda12_plugin or jax_cuda13_plugin"
         raise UserError(f'{TARGET} {target.name}: {needed}; run pip install "grpo_jax[targets]"')
     if isinstance(kind, Gpu):
         shape = f"1x1x{target.devices}"
@@ -160,7 +175,7 @@ def _figures(kind: Gpu) -> str:
 
 def lowering_for(target: Target) -> AbstractContextManager[None]:
     """Return a context in which Pallas lowers kernels for the target's GPU; from jax 0.12 on it needs a GPU."""
-    if not isinstance(target.kind, Gpu):
+    if not isinstance(target.kind, Gpu) or target.platform != "cuda":
         return nullcontext()
     device = AbstractDevice(f"NVIDIA {_KNOWN[target.kind.capability]}", target.kind.cores, "gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -10,7 +10,8 @@ from grpo_jax.planning.programs import Report, Work
 
 @pytest.fixture
 def not_compiled(monkeypatch):
-    """Every program takes 3 GiB."""
+    """Every program takes 3 GiB here, and no compiler of absent GPUs is installed."""
+    monkeypatch.setattr(plan, "has_compiler", lambda platform: False)
     monkeypatch.setattr(plan, "report_program", lambda *_: Report(GIB, 3 * GIB, 0, Work(1e12, 1e9)))
 
 

@@ -1,6 +1,7 @@
 """--plan: its figures equal those of a run's arrays and programs; its text and exit codes."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -197,9 +198,27 @@ def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, t
 
 def test_what_does_not_fit_is_named(not_compiled, monkeypatch, capsys):
     memory = PolicyMemory(10, 10, 20 * GIB, 0, 0, 0, sampling=GIB, update=2 * GIB)
-    monkeypatch.setattr(plan, "plan_policy", lambda *_: (memory, {}))
+    monkeypatch.setattr(plan, "plan_policy", lambda *_, **__: (memory, {}))
     assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
-    assert capsys.readouterr().out.endswith("It does not fit: gpu:0.\n")
+    *_, remedies, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == "It does not fit: gpu:0."
+    assert remedies.startswith(
+        "gpu:0 needs less memory with --training.grad_accumulation_steps 4, --policy.remat layer"
+    )
+
+
+def test_the_verdict_is_on_the_dtype_in_use(folder, not_compiled, capsys):
+    """A CPU compiles bfloat16 in float32: activations need half of that; float32 is as compiled."""
+    words = ["--task=text", "--rewards=[{name: numeric_answer}]", f"--policy.path={folder}", *SMALL]
+    narrow = ["--policy.compute_dtype=bfloat16", "--policy.frozen_dtype=bfloat16", "--policy.lora.rank=2"]
+    assert main([*words, "--plan", "--device_memory_gib=3"]) == 1
+    captured = capsys.readouterr()
+    assert re.search(r"update +3\.00  compiled, with", captured.out) and "estimate" not in captured.out
+    assert main([*words, *narrow, "--plan", "--device_memory_gib=3"]) == 0
+    captured = capsys.readouterr()
+    assert re.search(r"update +1\.50  estimate, with", captured.out)
+    assert "are estimates: compiled in float32, activations scaled to bfloat16. With grpo_jax[targets]" in captured.out
+    assert captured.err.splitlines() == ["compiling sample for cpu …", "compiling update for cpu …"]
 
 
 @pytest.mark.parametrize(

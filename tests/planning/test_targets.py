@@ -13,7 +13,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.kernels import attend_token, causal_rows
 from grpo_jax.planning import targets
 from grpo_jax.planning.programs import Program, count_work
-from grpo_jax.planning.targets import Target, parse_target
+from grpo_jax.planning.targets import Target, nearest_gpu, parse_target
 from grpo_jax.train import main
 
 CUDA = any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
@@ -29,8 +29,15 @@ def test_targets_are_spelled_as_they_are_read(text, target):
 
 @pytest.mark.parametrize("text", ["", "h101", "H100", "h100:", "h100:0", "h100:2x8"])
 def test_what_is_no_target_is_one_line(text):
-    with pytest.raises(UserError, match=r"--target: expected one of h100, .*, got "):
+    with pytest.raises(
+        UserError, match=r"--target: expected one of h100, .*, or --device_memory_gib for another card, got "
+    ):
         parse_target(text)
+
+
+def test_cards_below_sm_80_have_no_triton_and_stand_for_no_other_card():
+    assert [Target(name).platform for name in ("rtx4090", "l4", "t4", "v5e")] == ["cuda", "cuda", "gpu", "tpu"]
+    assert nearest_gpu(24, 2) == Target("rtx4090", 2) and nearest_gpu(16, 1) == Target("l4")
 
 
 PLAN = ["--config=prompt_enhancement_miniature", "--plan"]
@@ -112,6 +119,8 @@ def test_a_decoding_kernel_reads_the_prompt_and_half_of_the_cache():
 
 NEEDED = {
     "h100": pytest.mark.skipif(not CUDA, reason="needs grpo_jax[targets]: no CUDA compiler is installed"),
+    "l4": pytest.mark.skipif(not CUDA, reason="needs grpo_jax[targets]: no CUDA compiler is installed"),
+    "t4": pytest.mark.skipif(not CUDA, reason="needs grpo_jax[targets]: no CUDA compiler is installed"),
     "v5e": pytest.mark.skipif(not TPU, reason="needs grpo_jax[targets]: no TPU compiler is installed"),
 }
 

@@ -5,6 +5,7 @@ combinations that papers describe. A loss is a sum divided by a denominator of t
 and a metric is a `Mean`, (total, weight). The parts of a batch therefore add up to the batch, however it is split.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,15 @@ from grpo_jax.core.aggregation import (
 )
 from grpo_jax.core.kl import KLPenalty, kl_divergence
 from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, safe_divide, select
-from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, SoftGate, Surrogate
+from grpo_jax.core.surrogates import (
+    CappedWeight,
+    Clip,
+    DivergenceMask,
+    DivergencePenalty,
+    GammaWeight,
+    SoftGate,
+    Surrogate,
+)
 
 
 class GRPOMetrics(NamedTuple):
@@ -66,6 +75,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bnpo": {"surrogate": Clip(0.2, 0.2), "ratio": "token", "aggregation": "token"},
     # GSPO, https://arxiv.org/abs/2507.18071. One length-normalised ratio per row; mean over rows.
     "gspo": {"surrogate": Clip(3e-4, 4e-4), "ratio": "sequence", "aggregation": "sequence"},
+    # LUSPO, https://arxiv.org/abs/2602.05261. GSPO's loss times the row's length; mean over rows.
+    "luspo": {"surrogate": Clip(2e-3, 2.5e-3), "ratio": "sequence", "aggregation": FixedLength(1)},
+    # GMPO, https://arxiv.org/abs/2507.20673. The geometric mean of a row's clipped ratios; mean over rows.
+    "gmpo": {
+        "surrogate": Clip(1 - math.exp(-0.4), math.exp(0.4) - 1),
+        "ratio": "geometric",
+        "aggregation": "sequence",
+    },
+    # VESPO, https://arxiv.org/abs/2602.10693. Sum over tokens / tokens of the whole update.
+    "vespo": {"surrogate": GammaWeight(), "ratio": "product", "aggregation": "token"},
     # CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585. Sum over tokens / tokens of the whole update; the
     # cap follows ScaleRL, https://arxiv.org/abs/2510.13786.
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
@@ -86,16 +105,19 @@ PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" 
 _Prepared = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
 
-def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax.Array:
-    """Return log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
-    log_ratio = select(mask, logprobs - old_logprobs)
+def _log_ratio(log_ratio, advantages, mask, surrogate: Surrogate, ratio: str) -> jax.Array:
+    """Return the tokens' log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
     if ratio == "token":
         return log_ratio
+    if ratio == "product":
+        return jnp.sum(log_ratio, axis=-1, keepdims=True)
+    if ratio == "geometric" and isinstance(surrogate, Clip):
+        log_ratio = surrogate.bounded(log_ratio, advantages)
     mean = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
-    if not per_token:
+    if advantages.shape != mask.shape:
         return mean
     # GSPO-token: the value is the row's ratio, the gradient is the token's own and gets the token's advantage.
-    return select(mask, jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs))
+    return select(mask, jax.lax.stop_gradient(mean) + log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
 def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) -> _Prepared:
@@ -127,9 +149,11 @@ def _as_token_weights(weights, mask, dtype) -> jax.Array:
     return jax.lax.stop_gradient(select(mask, weights.astype(dtype)))
 
 
-def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
+def _check_choices(surrogate, ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse incompatible choices; return whether there is an entropy bonus."""
-    check_choice("ratio", ratio, "token", "sequence")
+    check_choice("ratio", ratio, "token", "sequence", "geometric", "product")
+    if ratio == "geometric" and not isinstance(surrogate, Clip):
+        raise ValueError(f"surrogate must be a Clip with ratio 'geometric', which clips each token, got {surrogate}")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
     if kl is not None and ref_logprobs is None:
         raise ValueError("ref_logprobs must be given with a KL penalty, got None")
@@ -182,7 +206,8 @@ def grpo_loss(
 
         loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
-    The ratio ρ is π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach only `logprobs`
+    The ratio ρ is π / π_old of the token, or one for the row: the geometric mean of its tokens' ratios (GSPO), of their
+    clipped ratios (GMPO), or their product (VESPO). Gradients reach only `logprobs`
     and `entropy`. Masked tokens and rows without tokens have no influence, even if they hold NaN; if nothing remains,
     the loss and its gradient are 0. For a part of an update, pass the whole update's `normaliser`: the losses and
     gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
@@ -192,8 +217,8 @@ def grpo_loss(
         old_logprobs: `[.., T]`, of the policy that sampled the tokens.
         advantages: `[..]`, or `[.., T]`.
         mask: bool `[.., T]`.
-        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `DivergenceMask` or `DivergencePenalty`.
-        ratio: "token" or "sequence".
+        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `GammaWeight`, `DivergenceMask` or `DivergencePenalty`.
+        ratio: "token", "sequence", "geometric" (with `Clip`) or "product".
         aggregation: "sequence" (mean of row means), "token" (mean over tokens) or `FixedLength(n)`.
         normaliser: `loss_normaliser` of the whole update; that of the given mask by default. Without an entropy
             bonus, a scalar (its `loss`) is enough.
@@ -212,13 +237,14 @@ def grpo_loss(
         ValueError: shapes that do not match, an unknown choice, a penalty without `ref_logprobs`, a bonus
             without `entropy`.
     """
-    bonus = _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef)
+    bonus = _check_choices(surrogate, ratio, kl, ref_logprobs, entropy, entropy_coef)
     logprobs, old, advantages, mask, ref, entropies = _prepare(
         logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
     )
     local = loss_normaliser(mask, aggregation, dtype=logprobs.dtype)
     denominators = as_normaliser(normaliser, local, aggregation, bonus)
-    log_ratio = _log_ratio(logprobs, old, mask, ratio, per_token=advantages.shape == mask.shape)
+    token_ratio = select(mask, logprobs - old)
+    log_ratio = _log_ratio(token_ratio, advantages, mask, surrogate, ratio)
 
     policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
     if token_weights is not None:
@@ -235,7 +261,8 @@ def grpo_loss(
         loss -= entropy_coef * safe_divide(jnp.sum(entropies), denominators.tokens)
 
     old_divergence = kl_divergence(old, logprobs)
-    metrics = _metrics(log_ratio, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropies)
+    shown = log_ratio if ratio == "sequence" else token_ratio
+    metrics = _metrics(shown, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropies)
     metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
     return loss, jax.lax.stop_gradient(metrics)
 

@@ -1,4 +1,4 @@
-"""Per-token surrogates of a policy loss: clipped ratio, capped weight, soft gate, and divergence bounds.
+"""Per-token surrogates of a policy loss: clipped ratio, capped or smooth weight, soft gate, and divergence bounds.
 
 A surrogate is any object with the two methods `objective` and `clipped`; here each is a frozen dataclass. Arguments:
 `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one ratio per row), `logprobs` `[.., T]`, and `advantages`
@@ -32,16 +32,19 @@ class Clip:
         if self.dual is not None and not self.dual > 1:
             raise ValueError(f"dual is the largest ratio itself and must be more than 1, got {self.dual}")
 
-    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
-        """Return the objective per token."""
-        del logprobs
-        # Bound before the exponential: an infinite ratio would give a gradient of 0 · inf.
+    def bounded(self, log_ratio: jax.Array, advantages: jax.Array) -> jax.Array:
+        """Return the log ratio, clipped on the side that the advantage's sign clips."""
         lower = jnp.where(advantages < 0, jnp.log1p(-self.low), -jnp.inf)
         dual = jnp.inf if self.dual is None else jnp.log(self.dual)
         upper = jnp.where(advantages < 0, dual, jnp.log1p(self.high))
         log_ratio, lower, upper = jnp.broadcast_arrays(log_ratio, lower, upper)
-        bounded = jnp.where(log_ratio < lower, lower, jnp.where(log_ratio > upper, upper, log_ratio))
-        return jnp.exp(bounded) * advantages
+        return jnp.where(log_ratio < lower, lower, jnp.where(log_ratio > upper, upper, log_ratio))
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """Return the objective per token."""
+        del logprobs
+        # Bound before the exponential: an infinite ratio would give a gradient of 0 · inf.
+        return jnp.exp(self.bounded(log_ratio, advantages)) * advantages
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the tokens whose gradient the lower bound stops, and those of the upper bound."""
@@ -98,6 +101,34 @@ class SoftGate:
 
     def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return no tokens: the gate is smooth."""
+        return _nowhere(log_ratio, advantages)
+
+
+@dataclass(frozen=True)
+class GammaWeight:
+    """Surrogate: VESPO's smooth weight of a row's ratio, in place of clipping (https://arxiv.org/abs/2602.10693).
+
+        stop_gradient(φ(ρ)) · A · log π,  φ(ρ) = e^λ ρ^k e^(-λρ),  (k, λ) by the sign of A
+
+    φ(1) is 1, and φ falls towards 0 for rows that have become unlikely or very likely. Take the product of a row's
+    ratios, `grpo_loss(ratio="product")`.
+    """
+
+    k_pos: float = 2.0  # A ≥ 0: the weight of unlikely rows
+    lambda_pos: float = 3.0  # A ≥ 0: the weight of likely rows
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """Return the objective per token."""
+        log_ratio = jnp.clip(jax.lax.stop_gradient(log_ratio), -20.0, 20.0)
+        good, dtype = advantages >= 0, log_ratio.dtype
+        k = jnp.where(good, self.k_pos, self.k_neg).astype(dtype)
+        decay = jnp.where(good, self.lambda_pos, self.lambda_neg).astype(dtype)
+        return jnp.exp(k * log_ratio - decay * jnp.expm1(log_ratio)) * advantages * logprobs
+
+    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return no tokens: the weight is smooth."""
         return _nowhere(log_ratio, advantages)
 
 
@@ -163,4 +194,4 @@ def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, ja
     return nowhere, nowhere
 
 
-Surrogate = Clip | CappedWeight | SoftGate | DivergenceMask | DivergencePenalty
+Surrogate = Clip | CappedWeight | SoftGate | GammaWeight | DivergenceMask | DivergencePenalty

@@ -92,7 +92,7 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     Dr. GRPO divides by `max_new_tokens`, not by the width of the batch, which is trimmed.
     """
     options = dict(losses.PRESETS[section.preset])
-    if isinstance(options["aggregation"], FixedLength):
+    if options["aggregation"] == FixedLength():
         options["aggregation"] = FixedLength(max_new_tokens)
     bounds = {"low": section.clip_low, "high": section.clip_high}
     changed = {name: value for name, value in bounds.items() if value is not None} | section.surrogate.changes

@@ -18,6 +18,7 @@ from grpo_jax.core.advantages import Condition
 from grpo_jax.core.kl import KLPenalty
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.losses import PRESETS, FixedLength, grpo_loss, loss_normaliser
+from grpo_jax.core.surrogates import SoftGate
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -25,7 +26,7 @@ P, G, N, T = 3, 4, 2, 5  # all different: the axes of a result are known by thei
 seeds = st.integers(0, 10_000)
 # One preset for each surrogate, ratio and aggregation; test_losses.py has them all. Dr. GRPO takes its token budget
 # from the arrays unless it is told: padding would change it.
-CHOICES = {name: PRESETS[name] for name in ("grpo", "gspo", "cispo", "sapo")}
+CHOICES = {name: PRESETS[name] for name in ("grpo", "gspo", "gmpo", "vespo", "cispo", "sapo")}
 CHOICES["dr_grpo"] = PRESETS["dr_grpo"] | {"aggregation": FixedLength(7)}
 
 
@@ -311,6 +312,7 @@ LOSS = X, X, R2[:, 0], M
         (lambda: KLPenalty(0.1, corrected=True, straight_through=True), "must not both be True"),
         (lambda: losses.CappedWeight(0.2), "cap is the largest weight itself and must be more than 1"),
         (lambda: grpo_loss(X, X[:1], R2[:, 0], M), r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
+        (lambda: grpo_loss(*LOSS, surrogate=SoftGate(), ratio="geometric"), "surrogate must be a Clip with ratio 'geo"),
         (lambda: grpo_loss(*LOSS, aggregation="mean"), "aggregation must be one of 'sequence'"),
         (lambda: grpo_loss(*LOSS, kl=KLPenalty(0.1)), "ref_logprobs must be given"),
         (lambda: grpo_loss(*LOSS, normaliser=2.0, entropy=X, entropy_coef=0.1), "normaliser must be a Normaliser when"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.core.losses import CappedWeight, Clip, FixedLength, KLPenalty, SoftGate, grpo_loss
-from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
+from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty, GammaWeight
 
 ROWS, LENGTH = 6, 5
 SURROGATES = {
@@ -15,6 +15,7 @@ SURROGATES = {
     "dual clip": Clip(0.2, 0.2, dual=1.5),
     "capped": CappedWeight(1.3),
     "gate": SoftGate(1.0, 1.4),
+    "gamma": GammaWeight(),
     "divergence mask": DivergenceMask(0.02, 0.05, cap=1.3),
     "divergence penalty": DivergencePenalty(0.1),
 }
@@ -31,6 +32,8 @@ CHOICES = [
         ("capped", "sequence", "sequence"),
         ("gate", "token", "sequence"),
         ("gate", "sequence", "token"),
+        ("clip", "geometric", "sequence"),
+        ("gamma", "product", "token"),
         ("divergence mask", "token", "token"),
         ("divergence penalty", "token", "sequence"),
     ]
@@ -89,6 +92,10 @@ def loop_objective(surrogate, log_ratio, logprob, advantage):
         return value
     if isinstance(surrogate, CappedWeight):
         return min(ratio, surrogate.cap) * advantage * logprob
+    if isinstance(surrogate, GammaWeight):
+        good, bad = (surrogate.k_pos, surrogate.lambda_pos), (surrogate.k_neg, surrogate.lambda_neg)
+        k, decay = good if advantage >= 0 else bad
+        return np.exp(decay) * ratio**k * np.exp(-decay * ratio) * advantage * logprob
     old = np.exp(logprob - log_ratio)
     if isinstance(surrogate, DivergenceMask):
         change = np.exp(logprob) - old
@@ -100,6 +107,14 @@ def loop_objective(surrogate, log_ratio, logprob, advantage):
     return 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * advantage
 
 
+def loop_row_ratio(log_ratios, surrogate, level, advantage):
+    """The log ratio of a row: GMPO's mean of clipped tokens, the product of all, or their geometric mean."""
+    if level == "geometric":
+        high, low = np.log(1 + surrogate.high), np.log(1 - surrogate.low)
+        log_ratios = [min(x, high) if advantage > 0 else max(x, low) for x in log_ratios]
+    return sum(log_ratios) / (1 if level == "product" else len(log_ratios))
+
+
 def loop_loss(parts, choices, kl=None, entropy_coef=0.0):
     surrogate, level, aggregation = choices["surrogate"], choices["ratio"], choices["aggregation"]
     row_values, token_values, entropies = [], [], []
@@ -108,10 +123,10 @@ def loop_loss(parts, choices, kl=None, entropy_coef=0.0):
         if not places:
             continue
         log_ratios = {t: parts["logprobs"][i, t] - parts["old"][i, t] for t in places}
-        mean = sum(log_ratios.values()) / len(places)
+        whole = loop_row_ratio(log_ratios.values(), surrogate, level, parts["advantages"][i])
         values = []
         for t in places:
-            log_ratio = mean if level == "sequence" else log_ratios[t]
+            log_ratio = log_ratios[t] if level == "token" else whole
             advantage = parts["advantages"][i] if parts["advantages"].ndim == 1 else parts["advantages"][i, t]
             value = -loop_objective(surrogate, log_ratio, parts["logprobs"][i, t], advantage)
             if kl is not None:

@@ -3,7 +3,7 @@
 import numpy as np
 from oracles.oracle import Case, Compared, policy_batch
 from oracles.oracle_trl import tensor, trainer, trl_loss, trl_scored
-from oracles.oracle_trl_cases import BONUS, LOSS, SCORES, TRL_PRESETS, our_loss, random_rewards
+from oracles.oracle_trl_cases import BONUS, LOSS, RARE, SCORES, TRL_PRESETS, our_loss, random_rewards
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -135,6 +135,7 @@ CASES = [
     *(
         weighted_loss(preset, setting)
         for preset in TRL_PRESETS
+        if preset not in RARE
         for setting in ("tokens of high entropy", "sampler weights", "both, KL, entropy bonus")
     ),
     Case("high_entropy_mask", "shares .07 to 1", "GRPOTrainer.get_high_entropy_mask", high_entropy),

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import re
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def test_presets_are_as_described(name):
     """The table's surrogate, ratio, and scale of advantages."""
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
     _, _, surrogate, ratio, _, scale, *_ = (cell.strip() for cell in row.split("|"))
-    described = eval(surrogate.strip("`"), vars(surrogates))
+    described = eval(surrogate.strip("`"), vars(surrogates) | vars(math))
     assert described == losses.PRESETS[name]["surrogate"]
-    assert {"token": "token", "row": "sequence"}[ratio] == losses.PRESETS[name]["ratio"]
+    levels = {"token": "token", "row": "sequence", "row, of clipped tokens": "geometric", "row, product": "product"}
+    assert levels[ratio] == losses.PRESETS[name]["ratio"]
     assert scale == losses.PRESET_SCALES[name]

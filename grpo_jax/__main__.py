@@ -8,9 +8,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from grpo_jax.errors import (
+    UserError,
+    exit_on_interrupt,
+    exit_process,
+    restart_with_memory_settings,
+    run_cli,
+    short_name,
+    version,
+)
+
+if __name__.endswith("__main__"):  # also of the script `grpo`; before slow imports
+    exit_on_interrupt()
+
 from grpo_jax import completion, demo, evaluate, export, predict, recommend, report, train
 from grpo_jax.cartpole import __main__ as cartpole
-from grpo_jax.errors import UserError, exit_process, restart_with_memory_settings, run_cli, short_name, version
 from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …

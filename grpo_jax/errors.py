@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import NoReturn
 
 EXTRAS = {
@@ -243,6 +244,19 @@ def complain(text: str) -> None:
     """Write a line to standard error, if it is still open."""
     with suppress(OSError, ValueError):  # standard error may be closed
         print(text, file=sys.stderr, flush=True)
+
+
+def exit_on_interrupt() -> None:
+    """Let a Ctrl-C outside `main`, while a command's modules are imported, print one line and exit with 130."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            return before(kind, error, trace)
+        complain("interrupted")
+        os._exit(130)
+
+    sys.excepthook = hook
 
 
 MALLOC_SETTINGS = ":".join(

@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from grpo_jax.errors import UserError, exit_process, extras_named, restart_with_memory_settings, run_cli, version
+from grpo_jax.errors import (
+    UserError,
+    exit_on_interrupt,
+    exit_process,
+    extras_named,
+    restart_with_memory_settings,
+    run_cli,
+    version,
+)
 
 if __name__ == "__main__":  # before slow imports
+    exit_on_interrupt()
     restart_with_memory_settings()
 
 from grpo_jax.config.command_line import parse

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import math
+import os
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_jax.config.fields import differences, identity, to_yaml
 from grpo_jax.config.run import Config
-from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
+from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, complain, one_line
 from grpo_jax.models.broadcast import broadcast, is_main_process
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
@@ -130,6 +131,22 @@ class StopRequests:
         """Return whether a stop was requested."""
         return self._asked
 
+    def acknowledge(self, signals: int) -> None:
+        """Print a line for each signal that is written to a pipe, until it is closed.
+
+        Python's handlers run between its own instructions, so not before a compilation of a minute is over.
+        """
+        interrupted = False
+        with open(signals, "rb", buffering=0) as pipe:
+            for number in iter(lambda: pipe.read(1), b""):
+                name = signal.Signals(number[0]).name
+                when = "stopping" if self._at_once else "stopping after this iteration"
+                if name == "SIGINT":
+                    complain("stopping now" if interrupted else f"{when}; Ctrl-C again stops now")
+                    interrupted = True
+                elif name in ("SIGTERM", "SIGUSR1"):
+                    complain(f"{name}: {when}")
+
     def set(self) -> None:
         """Request a stop."""
         self._asked = True
@@ -152,8 +169,8 @@ class StopRequests:
 def stop_requests() -> Iterator[StopRequests]:
     """Treat SIGTERM, SLURM's SIGUSR1 and the first Ctrl-C as stop requests; yield the flag.
 
-    A second Ctrl-C interrupts at once; the last checkpoint stays valid. SIGHUP, sent when a terminal closes, is
-    ignored. Outside the main thread, Python allows no handlers, so there are no stop requests.
+    Each is acknowledged at once. A second Ctrl-C interrupts at once; the last checkpoint stays valid. SIGHUP, sent when
+    a terminal closes, is ignored. Outside the main thread, Python allows no handlers, so there are no stop requests.
     """
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
@@ -173,6 +190,11 @@ def stop_requests() -> Iterator[StopRequests]:
             hook(dropped)
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    lines = threading.Thread(target=requests.acknowledge, args=[read_end], daemon=True)
+    lines.start()
+    wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     before = {number: signal.signal(number, handle) for number in numbers}
     hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
@@ -181,6 +203,9 @@ def stop_requests() -> Iterator[StopRequests]:
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(write_end)
+        lines.join()
 
 
 @dataclass(frozen=True)

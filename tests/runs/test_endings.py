@@ -1,6 +1,7 @@
 """Early ends of runs: one line, which the log keeps, and resuming."""
 
 import contextlib
+import ctypes
 import gc
 import io
 import json
@@ -8,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,50 @@ def test_a_reward_that_raises_is_shown_with_its_line_and_logged_with_its_traceba
     log = (run / "train.log").read_text().splitlines()
     assert log[-1] == line and log[-2] == "RuntimeError: the reward is away"
     assert "Traceback (most recent call last):" in log and source[number - 1].strip() in map(str.strip, log)
+
+
+def test_a_ctrl_c_is_acknowledged_at_once_and_the_iteration_is_finished(place, tmp_path, capsys):
+    run = rewound(finished_run(place), tmp_path / "run", step=3)
+    assert train_here(place.config, run, "--resume", judge="interrupt:0") == 0
+    shown = capsys.readouterr()
+    assert shown.err == "stopping after this iteration; Ctrl-C again stops now\n"
+    assert "stopped and saved after iteration 4: continue with --resume" in shown.out
+
+
+def test_a_signal_is_acknowledged_before_a_long_call_ends(capsys):
+    """Python's handlers run after the call, which may be a compilation of a minute."""
+    read_end, write_end = os.pipe()
+    masked, shown = threading.Event(), []
+
+    def watch():
+        masked.wait()
+        os.kill(os.getpid(), signal.SIGTERM)  # this thread gets it
+        for _ in range(1000):
+            if lines := capsys.readouterr().err.splitlines():
+                shown.extend(lines)
+                break
+            time.sleep(0.01)
+        os.write(write_end, b"x")
+
+    with stop_requests() as stop:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # or the signal would end the call
+        masked.set()
+        ctypes.CDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        watcher.join()
+    assert shown == ["SIGTERM: stopping after this iteration"] and stop.is_set()
+
+
+@pytest.mark.parametrize("command", ["grpo_jax.train", "grpo_jax"])
+def test_a_ctrl_c_while_modules_are_imported_is_one_line(command, tmp_path):
+    (tmp_path / "yaml.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", command, "train"], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 class Gone(io.StringIO):

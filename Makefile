@@ -21,7 +21,7 @@ $(VENV)/.installed: $(VENV)/.train
 	touch $@
 
 train: $(VENV)/.train
-	GLIBC_TUNABLES=$${GLIBC_TUNABLES-$(MALLOC)} $(BIN)/python -m grpo_jax.train $(ARGS)
+	@GLIBC_TUNABLES=$${GLIBC_TUNABLES-$(MALLOC)} $(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

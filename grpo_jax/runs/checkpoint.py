@@ -186,6 +186,7 @@ class Checkpoints:
         finally:
             with suppress(Exception):  # a failed write has been reported
                 self._manager.close()
+            self._remove_remains()
 
     def _named_step(self, name: str) -> int | None:
         """Return the step of a name, if its manifest can be read."""
@@ -295,11 +296,20 @@ class Checkpoints:
             raise
 
     def _clear(self) -> None:
-        """Remove the remains of an interrupted write."""
-        for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove the remains of an interrupted write, and forget it."""
+        self._remove_remains()
         with suppress(OSError):
             self._manager.reload()
+
+    def _remove_remains(self) -> None:
+        """Remove the remains of an interrupted write, to which threads of Orbax may still add for a moment."""
+        deadline = time.monotonic() + _REMOVAL_SECONDS
+        while is_main_process() and (remains := [*self.folder.glob("step_*.orbax-checkpoint-tmp*")]):
+            for folder in remains:
+                shutil.rmtree(folder, ignore_errors=True)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
 
 
 @dataclass

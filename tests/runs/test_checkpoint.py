@@ -318,6 +318,16 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impati
         assert_same(checkpoints.restore(2, big)[0], big)
 
 
+def test_nothing_is_left_of_a_failed_write_to_which_a_thread_still_adds(folder, impatient):
+    big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
+    with small_files_only(50_000), pytest.raises(UserError, match="cannot write"), Checkpoints(folder) as checkpoints:
+        try:
+            checkpoints.save(1, big, {}, wait=True)
+        finally:  # as by a writer of Orbax that learns of the failure late
+            (folder / "step_1.orbax-checkpoint-tmp" / "training").mkdir(parents=True)
+    assert not list(folder.iterdir())
+
+
 def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []

@@ -105,6 +105,9 @@ def length_penalty(
     return [-min(1.0, max(0.0, (size - start) / (end - start))) for size in sizes]
 
 
+length_penalty.best = 0.0  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: str) -> list[int]:
     if unit == "tokens" and ids is not None:
         return [len(one) for one in ids]

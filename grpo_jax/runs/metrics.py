@@ -274,23 +274,31 @@ def _cells(values: list[Any]) -> list[Any]:
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
     """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended, and warn.
 
+    It warns of no constant reward at its best value: the function's own `best`, or the best of several values so far.
+
     Returns:
-        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}, "truncated": iterations},
-        and warnings.
+        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}, "range": {name: [lowest,
+        highest value]}, "truncated": iterations}, and warnings.
     """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
     streaks: dict[str, int] = {}
     constant: dict[str, list[float]] = {}
-    lines = []
-    for name in maximised_names(ctx.rewards.weights):
+    ranges = dict(notes.get("range", {}))
+    best = {reward.name: getattr(reward.function, "best", None) for reward in ctx.rewards.maximised}
+    lines, weights = [], ctx.rewards.weights
+    for name in maximised_names(weights):
         found = np.unique(values[name][~np.isnan(values[name])])
         streaks[name] = 0 if len(found) else notes.get("streaks", {}).get(name, 0) + 1
+        seen = np.array([*ranges.get(name, ()), *found], float)
+        ranges |= {name: [seen.min(), seen.max()]} if len(seen) else {}
         if len(found) == 1:
             value, count = float(found[0]) + 0.0, 1  # converts -0 to 0
+            low, high = ranges[name]
+            is_best = value == best[name] or (low < high and value == (high if weights[name] > 0 else low))
             last, before = notes.get("constant", {}).get(name, (None, 0))
             count += before if last == value else 0
             constant[name] = [value, count]
-            if count == _CONSTANT_ITERATIONS:
+            if count == _CONSTANT_ITERATIONS and not is_best:
                 lines.append(
                     f"the reward {name} was {value:g} for every completion of the last {count} iterations; the "
                     "policy learns nothing from it"
@@ -302,4 +310,4 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
     never = [name for name, count in streaks.items() if count == done]
     if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")
-    return {"streaks": streaks, "constant": constant, "truncated": truncated}, lines
+    return {"streaks": streaks, "constant": constant, "range": ranges, "truncated": truncated}, lines

@@ -54,7 +54,7 @@ class Progress(NamedTuple):
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             at the start; "watched", eval rewards of each test and validation prompt at the start; "remembered", for
             the task's findings; "streaks" of iterations without a reward, "constant" of those with one value,
-            "truncated" of those in which no completion ended.
+            "range" of each reward's values, "truncated" of those in which no completion ended.
         unvalidated: Metrics of the last iteration if its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """

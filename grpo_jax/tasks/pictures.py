@@ -75,6 +75,7 @@ class Faithfulness:
     """
 
     margin: float = 0.8
+    best: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
@@ -92,6 +93,7 @@ class Length:
     """
 
     target: int | None = None
+    best: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         require(self.target is None or self.target > 0, "target", "a number > 0", self.target)

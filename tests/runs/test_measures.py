@@ -60,6 +60,7 @@ def config(place, tmp_path_factory):
         {"name": f"{folder / 'judge.py'}:easy", "condition_on": "hard", "threshold": 1.0},
         {"name": f"{folder / 'judge.py'}:hard", "weight": 2.0},
         {"name": f"{folder / 'judge.py'}:same"},
+        {"name": "grpo_jax.rewards:length_penalty", "options": {"start": 1000, "end": 2000}},
     ]
     return values
 
@@ -110,6 +111,7 @@ def test_the_improvement_is_in_what_is_maximised(turned, capsys):
     assert f"improvement {after - before:+.3f}" in log
     assert re.search(r"total +\d\.\d+ +1\.000", log)
     assert log.count("warning: the reward same was 0 for every completion of the last 5 iterations") == 1
+    assert log.count("the policy learns nothing from it") == 1  # not of the penalty, which no completion pays
     page = (turned / "report.html").read_text()
     assert '<p class="claim">total' in page
 

@@ -206,6 +206,8 @@ def run_cli(
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    if not debug:
+        quiet_libraries()
     with suppress(AttributeError):  # of a stream that is no file
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -224,6 +226,12 @@ def run_cli(
             complain(f"error: {' '.join(str(line).split())}")
         return 2
     return result if isinstance(result, int) else 0
+
+
+def quiet_libraries() -> None:
+    """Hide logs that look like errors: XLA's of a slow compilation, whose real errors are raised, and transformers'."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
 
 def _lines_of(error: Exception) -> Sequence[object] | None:

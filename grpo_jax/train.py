@@ -19,6 +19,7 @@ from grpo_jax.errors import (
     exit_on_interrupt,
     exit_process,
     extras_named,
+    quiet_libraries,
     restart_with_memory_settings,
     run_cli,
     version,
@@ -71,6 +72,7 @@ def run(
         UserError: A mistake in the config or its files, a missing package, or a failed judge; checkpoints stay valid. A
             run directory without anything saved is removed.
     """
+    quiet_libraries()
     try:
         return _run(config, (on_iteration, on_validation, on_checkpoint), prompts, rewards)
     except UserError as error:
@@ -96,8 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     With --plan, 0 means that the run fits, 1 that it does not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--debug" not in words:  # XLA's log of a slow compilation looks like an error; real errors are also raised
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "--version" in words:
         print(version())
         return 0

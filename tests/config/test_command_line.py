@@ -304,3 +304,11 @@ def test_training_starts_once_more_with_memory_settings_and_no_more(tmp_path):
         assert out.splitlines() == [f"{process.pid} {expected}"]
         assert process.returncode == 2 and "ZeroDivisionError" in err
     assert f'"{MALLOC_SETTINGS}"' in (ROOT / "Makefile").read_text()
+
+
+def test_no_command_warns_of_a_torch_that_it_does_not_need():
+    code = "import sys; sys.modules['torch'] = None; from grpo_jax.errors import run_cli; run_cli({}, ())"
+    code = code.format("lambda _: print(__import__('transformers').utils.is_torch_available())")
+    bare = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    done = subprocess.run([sys.executable, "-c", code], env=bare, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -35,8 +36,10 @@ class Config(Section):
     """Folder of the run; null makes runs/TASK-TIME."""
     resume: bool = resume_mutable(False)
     """Continue the run in run_dir from its last checkpoint."""
-    report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
-    """Metric writers beside metrics.jsonl (docs/runs.md)."""
+    report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(
+        default_factory=lambda: ["tensorboard"] if find_spec("tensorboard") else []
+    )
+    """Metric writers beside metrics.jsonl (docs/runs.md); by default tensorboard, if it is installed."""
     deterministic: bool = resume_mutable(False)
     """Use deterministic kernels on GPUs, which are slower; CPU runs always are deterministic."""
     push_to_hub: str = resume_mutable("")

@@ -48,6 +48,8 @@ def test_a_run_goes_on_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     shown = write(tmp_path / "run", "tensorboard", [{"step": 1}])
     assert shown == "warning: no TensorBoard events: pip install tensorboard adds them\n"
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # not installed
+    assert make_config(task="text").report_to == []
 
 
 def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from grpo_jax.errors import (
     quiet_libraries,
     restart_with_memory_settings,
     run_cli,
+    short_repr,
     version,
 )
 
@@ -30,10 +32,10 @@ if __name__ == "__main__":  # before slow imports
     restart_with_memory_settings()
 
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.run import Config
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
-    from grpo_jax.config.run import Config
     from grpo_jax.runs.session import Callback
 
 
@@ -74,9 +76,18 @@ def run(
     """
     quiet_libraries()
     try:
+        if not isinstance(config, Config):
+            raise UserError(f"config: expected that of make_config(…), got {short_repr(config)}")
         return _run(config, (on_iteration, on_validation, on_checkpoint), prompts, rewards)
     except UserError as error:
+        error.args = tuple(map(_in_python, error.args))
         raise error.with_traceback(None) from None  # show only the line, not the frames of this package
+
+
+def _in_python(line: object) -> str:
+    """Return an error's line with Python's words in place of the command's options."""
+    text = str(line).replace("; --debug shows the traceback", "").replace("--resume", "resume=True")
+    return re.sub(r"--(?=run_dir|on_judge_error|judge_timeout|\w+\.)", "", text)
 
 
 @extras_named()

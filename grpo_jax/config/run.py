@@ -170,4 +170,7 @@ def make_config(values: Values | None = None, **sections: Any) -> Config:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
     given = merged(values or {}, sections)
-    return build(Config, merged(find_task(given.get("task")).defaults, given))
+    try:
+        return build(Config, merged(find_task(given.get("task")).defaults, given))
+    except UserError as error:
+        raise error.with_traceback(None) from None  # show only the line, not the frames of this package

@@ -169,7 +169,9 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
         named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
     wrong = [short_repr(function) for _, function in named if not callable(function)]
     if wrong:
-        raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
+        raise UserError(
+            f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths and weights)"
+        )
     labels = [name for name, _ in named]
     different = labels and len(set(labels)) == len(labels)
     require(different, "rewards", "at least one function, each of another name (or {'name': function})", labels)

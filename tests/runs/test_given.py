@@ -107,7 +107,16 @@ def test_a_mistake_is_raised_from_the_top(config, tmp_path):
     assert len(raised.traceback) == 2 and raised.value.__cause__ is None and raised.value.__suppress_context__
     with pytest.raises(UserError) as raised:
         make_config(task="text", sampling={"top_p": 2})
-    assert raised.value.__suppress_context__
+    assert len(raised.traceback) == 2 and raised.value.__suppress_context__
+    with pytest.raises(UserError, match=r"config: expected that of make_config.*, got {'task': 'text'}"):
+        run({"task": "text"})
+
+
+def test_advice_from_python_has_no_options_of_the_command(finished, config, tmp_path):
+    with pytest.raises(UserError, match=r"is not empty; continue it with resume=True or choose another run_dir"):
+        run(config(finished[0]), prompts=RECORDS, rewards=[brief])
+    with pytest.raises(UserError, match=r"fix the reward and start again, or choose on_judge_error missing$"):
+        run(config(tmp_path / "run"), prompts=RECORDS, rewards={"mine": failing([])})
 
 
 def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):
@@ -121,7 +130,7 @@ def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):
 def test_resuming_with_other_prompts_is_refused(finished, own, config, tmp_path):
     folder, _ = finished
     again = config(folder).replace(resume=True)
-    with pytest.raises(UserError, match="--resume: the prompts are not those that"):
+    with pytest.raises(UserError, match="resume=True: the prompts are not those that"):
         run(again, prompts=[*RECORDS[1:], RECORDS[0]], rewards=[own.letters, own.brief])
 
 
@@ -138,6 +147,7 @@ def brief(completions, size=10, **columns):
         ({"prompts": ["a", ["b"]]}, "got a list as row 1"),
         ({"prompts": []}, "prompts: expected at least one"),
         ({"rewards": [brief, "length"]}, "rewards: expected functions, got .length."),
+        ({"rewards": [0.5, 1.0]}, "expected functions, got 0.5, 1.0 .config.rewards takes import paths and weights"),
         ({"rewards": []}, "expected at least one function"),
         ({"rewards": [brief, brief]}, "expected at least one function, each of another name"),
         ({"rewards": [len]}, "config.rewards names brief, but the functions given are len"),

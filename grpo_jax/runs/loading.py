@@ -55,6 +55,7 @@ from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import require_names
 from grpo_jax.runs.policy import (
+    NEW,
     image_processor_of,
     load_run_policy,
     make_new_policy,
@@ -171,6 +172,8 @@ def load(
     """
     if prompts is None and config.data.prompts == IN_PYTHON:
         prompts = kept_prompts(RunDirectory(str(config.run_dir)))
+    if config.policy.path != NEW:
+        hf.require_folder(policy_folder(config))  # a mistyped one is found before data and rewards are read
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
     if config.judges and is_main_process():

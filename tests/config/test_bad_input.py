@@ -36,6 +36,14 @@ def refused(capsys, place, run):
     return call
 
 
+def test_a_missing_policy_is_found_before_data_and_rewards(refused, tmp_path):
+    unread = ["--data.prompts", "no.jsonl", "--rewards", "no.py:f"]
+    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere", *unread)
+    assert "has no config.json" in refused("--policy.path", tmp_path, *unread)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is a PEFT adapter: policy.lora.path takes it, and" in refused("--policy.path", tmp_path, *unread)
+
+
 def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):
     assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
     assert not run.exists()

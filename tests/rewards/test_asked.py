@@ -207,7 +207,8 @@ def test_rewards_are_named_by_plain_texts():
 def test_what_a_reward_cannot_be_is_one_line(place, own, tmp_path, capsys, rewards, message):
     """Before the policy's weights are read."""
     words = json.dumps(rewards).replace("{own}", str(own)).replace("{folder}", str(tmp_path))
-    config = ["--config", str(place.config), "--policy.path", str(tmp_path / "no_policy")]
+    (tmp_path / "config.json").write_text("no JSON")
+    config = ["--config", str(place.config), "--policy.path", str(tmp_path)]
     assert main([*config, "--run_dir", str(tmp_path / "run"), "--rewards", words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -7,6 +7,7 @@ from grpo_jax.models.hf.folder import (
     load_weights,
     model_config,
     read_folder,
+    require_folder,
     resolve_folder,
     save_folder,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "load_weights",
     "model_config",
     "read_folder",
+    "require_folder",
     "resolve_folder",
     "save_folder",
     "shapes",

@@ -61,8 +61,7 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
     """Read a local folder or hub id of one of `models.architectures`, without its weights."""
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    require_folder(folder)
     raw = read_json_file(folder / "config.json")
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None
@@ -155,12 +154,28 @@ def resolve_folder(folder: str | Path) -> Path:
     path = os.path.expanduser(name)
     if os.path.isdir(path):  # False too for strings with NUL, or too long for a path
         return Path(path)
-    if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII) and not name.startswith("."):
+    if _is_hub_id(name):
         return _from_hub(name)
     raise UserError(
         f"policy {short_repr(name, 120)} is not on this machine: give the path of a local folder with config.json, "
         "safetensors weights and tokenizer (for a model of the hub: `hf download ID --local-dir FOLDER`)"
     )
+
+
+def require_folder(folder: str | Path) -> None:
+    """Raise UserError unless a path is a model's local folder, or a hub id, which is not looked up."""
+    if not os.path.isdir(os.path.expanduser(folder)) and _is_hub_id(str(folder)):
+        return
+    folder = resolve_folder(folder)
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} is a PEFT adapter: policy.lora.path takes it, and policy.path its base model")
+    raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII)) and not name.startswith(".")
 
 
 def _from_hub(name: str) -> Path:

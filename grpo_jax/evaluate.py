@@ -45,10 +45,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     overrides = {name: value for name, value in requested.items() if value is not None}
     if "temperature" in overrides and not config.evaluation.samples:
         overrides.setdefault("samples", 1)
-    config = config.replace(evaluation=config.evaluation.replace(**overrides))
-    if options.mesh is not None:
-        mesh = MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1])
-        config = config.replace(policy=config.policy.replace(mesh=mesh))
+    try:
+        config = config.replace(evaluation=config.evaluation.replace(**overrides))
+        if options.mesh is not None:
+            mesh = MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1])
+            config = config.replace(policy=config.policy.replace(mesh=mesh))
+    except UserError as error:  # it names sections
+        lines = (str(line).replace("EvaluationSection.", "--") for line in error.args)
+        raise UserError(*(line.replace("MeshSection.", "--mesh ") for line in lines)) from error
     info = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     with ExitStack() as leaving:
         ctx = load(config, info, leaving=leaving)

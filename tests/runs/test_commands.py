@@ -168,6 +168,20 @@ def test_an_invalid_answer_gives_the_prompt_back(place, tmp_path):
         rewrite("x" * 100)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--samples -1", "error: --samples: expected a number >= 0, got -1\n"),
+        ("--temperature 0", "error: --temperature: expected a number > 0, got 0.0\n"),
+        ("--mesh 0 1", "error: --mesh fsdp: expected a number >= 1, got 0\n"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_said_of_the_option(words, message, place, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(place.config.read_text())
+    assert evaluate.main(["--run", str(tmp_path), *words.split()]) == 2
+    assert capsys.readouterr().err == message
+
+
 @pytest.mark.parametrize("out", ["", "nowhere/evaluation.json"])
 def test_a_place_for_the_results_that_is_none_is_said_before_anything_is_measured(out, place, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(place.config.read_text())

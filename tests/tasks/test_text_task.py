@@ -60,7 +60,7 @@ def test_rewards_are_found_in_modules_and_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_reward("some_rewards:f")() == "found"
     assert load_reward("some_rewards.py:f")() == "found"
-    assert load_reward("os.path:join") is __import__("os").path.join
+    assert load_reward("os.path:join").__wrapped__ is __import__("os").path.join
     sys.modules.pop("some_rewards")
 
 

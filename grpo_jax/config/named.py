@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -108,9 +108,15 @@ def import_path(function: Callable[..., Any], label: str) -> str:
 
 
 def name_tools(tools: Any) -> Any:
-    """Replace functions and classes in a list of tools, or a single tool, by their names."""
-    tools = [tools] if callable(tools) or isinstance(tools, str) else tools
-    return [_named(tool) if callable(tool) else tool for tool in tools] if isinstance(tools, list | tuple) else tools
+    """Replace functions and classes by their names, in a list of tools, a mapping {name: class} or a single tool."""
+    tools = [tools] if callable(tools) or isinstance(tools, str | Mapping) else tools
+    return [*map(_named_tool, tools)] if isinstance(tools, list | tuple) else tools
+
+
+def _named_tool(tool: Any) -> Any:
+    if isinstance(tool, Mapping):
+        return {name: _named(value) if callable(value) else value for name, value in tool.items()}
+    return _named(tool) if callable(tool) else tool
 
 
 def _named(tool: Callable[..., Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field, model_validator
@@ -168,7 +168,7 @@ class DataSection(Section):
     """System message, for conversations without one; empty for the chat template's default."""
     tools: Annotated[list[dict[str, Any] | str], BeforeValidator(name_tools)] = []
     """Tools for the chat template: JSON schemas, and functions by import path (file.py:function), which the task text
-    calls."""
+    calls. A class is an environment; of {name: class} the row's column "environment" chooses."""
     chat_template_options: Options = {}
     """Variables of the chat template, such as enable_thinking (default false). "today" is the date in the template,
     "YYYY-MM-DD"; by default the date of the run's first start."""
@@ -192,8 +192,23 @@ class DataSection(Section):
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Return the import paths of the tools."""
-        return tuple(tool for tool in self.tools if isinstance(tool, str))
+        """Return the import paths of the tools and of the classes."""
+        return (*(tool for tool in self.tools if isinstance(tool, str)), *self.tool_classes.values())
+
+    @property
+    def tool_classes(self) -> dict[str, str]:
+        """Return the import paths of the classes that rows choose, by name."""
+        return {name: path for tool in self.tools if _holds_classes(tool) for name, path in tool.items()}
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas."""
+        return [tool for tool in self.tools if isinstance(tool, dict) and not _holds_classes(tool)]
+
+
+def _holds_classes(tool: dict[str, Any] | str) -> TypeGuard[dict[str, str]]:
+    """Return whether an entry of data.tools is {name: import path}, and not a JSON schema."""
+    return isinstance(tool, dict) and all(isinstance(path, str) and ":" in path for path in tool.values())
 
 
 class SamplingSection(Section):

@@ -209,15 +209,23 @@ def _make_tokens_of(
     for field, name in options.items():
         if not (chat and knows_option(tokenizer, name)):
             raise UserError(f"{field}: the policy has no chat template that knows {name!r}: leave it out")
-    encode = conversation_encoder(
-        tokenizer,
-        chat=chat,
-        tokens=None if vision is None else picture_tokens(vision),
-        vocab_size=vocab_size,
-        **template_options(section),
-    )
+    encoders = {
+        name: conversation_encoder(
+            tokenizer,
+            chat=chat,
+            tokens=None if vision is None else picture_tokens(vision),
+            vocab_size=vocab_size,
+            **template_options(section, name),
+        )
+        for name in (None, *section.tool_classes)
+    }
     instruction = "" if section.form == "append" else section.instruction
-    return lambda row, lengths: encode(messages_of(row, instruction, section.system_prompt), lengths)
+
+    def tokens_of(row: Row, lengths: Sequence[int]) -> list[int]:
+        name = row.columns.get("environment") if section.tool_classes else None
+        return encoders[name](messages_of(row, instruction, section.system_prompt), lengths)
+
+    return tokens_of
 
 
 class ParsedCompletion(NamedTuple):

@@ -20,14 +20,16 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
-from grpo_jax.config.sections import TODAY, DataSection
-from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
+from grpo_jax.config.sections import TODAY, DataSection, RewardSection
+from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
 from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
 from grpo_jax.rollout.env import Episode, Observation, Turn
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.prompts import read_message
+from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, as_number, finished
 
 
@@ -118,6 +120,21 @@ class EnvRunner(Generic[Single]):
         """Return the environment's reward of each last completion, without earlier turns."""
         steps = self._run_steps(*self._episodes(completions, **columns))
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
+
+    def rewards(self, kinds: Sequence[str]) -> TaskRewards:
+        """Return the reward of these kinds of environment, and one for each if there are several."""
+        if not kinds:
+            return TaskRewards()
+        alone = {f"reward_{kind}": functools.partial(self._reward_of, kind) for kind in kinds} if len(kinds) > 1 else {}
+        return TaskRewards(
+            {"reward": self.reward, **alone}, defaults=(RewardSection(name="reward"),), eval_always=tuple(alone)
+        )
+
+    def _reward_of(
+        self, kind: str, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> list[float | BaseException | None]:
+        values = self.reward(prompts, completions, **columns)
+        return [value if own == kind else None for value, own in zip(values, columns["environment"], strict=True)]
 
     def environments(self, completions: Sequence[str], **columns: Any) -> list[Single | None]:
         """Return each episode's environment after its last completion; None if it could not be made."""
@@ -391,15 +408,28 @@ def _loaded(name: str) -> Any:
     return GIVEN_TOOLS[name]
 
 
-def template_options(section: DataSection) -> dict[str, Any]:
-    """Return the options of the chat template, the same for all rows."""
+def toolboxes(section: DataSection) -> dict[str, Toolbox]:
+    """Return the tools of each class that rows choose, by name; else all tools, under ""; nothing without any."""
+    classes = section.tool_classes
+    functions = section.tool_names[: len(section.tool_names) - len(classes)]
+    if not classes:
+        return {"": toolbox(functions)} if functions else {}
+    boxes = {name: toolbox((*functions, path)) for name, path in classes.items()}
+    for name, box in boxes.items():
+        require(box.make is not None, f"data.tools.{name}", "a class", classes[name])
+    return boxes
+
+
+def template_options(section: DataSection, environment: str | None = None) -> dict[str, Any]:
+    """Return the options of the chat template for rows of an environment; None for all tools."""
     options = {"enable_thinking": False, **section.chat_template_options}
     if TODAY in options:
         options[TODAY] = datetime.date.fromisoformat(options[TODAY])
-    schemas = [tool for tool in section.tools if not isinstance(tool, str)]
-    if section.tool_names:
-        schemas += toolbox(section.tool_names).schemas
-    return options | ({"tools": schemas} if schemas else {})
+    boxes = toolboxes(section)
+    chosen = [*boxes.values()] if environment is None else [boxes[environment]]
+    schemas = [*section.tool_schemas, *(schema for box in chosen for schema in box.schemas)]
+    different = [schema for place, schema in enumerate(schemas) if schema not in schemas[:place]]
+    return options | ({"tools": different} if different else {})
 
 
 @types.coroutine
@@ -481,21 +511,35 @@ def _read_content(content: object) -> tuple[tuple[Any, ...], list[Source]]:
 
 
 class ToolEpisodes:
-    """Episodes of a tool class: prompts, observations, rewards."""
+    """Episodes of tool classes: prompts, observations, rewards."""
 
-    def __init__(self, tools: Toolbox):
+    def __init__(self, boxes: Mapping[str, Toolbox], *, by_row: bool = False):
+        """Take tools with a class by name; with `by_row` the rows' column "environment" chooses."""
         self._rows: dict[int, Columns] = {}
-        self.name = tools.made
-        makers = {self.name: lambda: ToolEpisode(tools, self._rows)}
+        self._by_row = by_row
+        self.boxes = boxes
+        makers = {name: functools.partial(ToolEpisode, box, self._rows) for name, box in boxes.items()}
         self.runner = EnvRunner(makers, seed=_ID, step=ToolEpisode.step)
+
+    def rewards(self) -> TaskRewards:
+        """Return the reward of the classes with `get_reward`, and the column `environments`."""
+        judged = self.runner.rewards([name for name, box in self.boxes.items() if box.judges])
+        return replace(judged, columns=self.environments, column_names=("environments",))
 
     def start_episode(self, row: Row) -> Row:
         """Return a row whose prompt ends with the text and the pictures of its object's `reset`."""
-        if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
+        chosen = row.columns.get("environment")
+        if self._by_row and chosen not in [*self.boxes]:
+            names = f"one of {', '.join(self.boxes)}, the classes in data.tools"
+            raise UserError(f"row {row.id}: column 'environment': expected {names}, got {short_repr(chosen)}")
+        names = (_ID, _OBJECTS[1]) if self._by_row else (_ID, *_OBJECTS)
+        if clashes := [name for name in names if name in row.columns]:
             raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
+        kind = str(chosen) if self._by_row else next(iter(self.boxes))
+        columns = {name: value for name, value in row.columns.items() if name != "environment"}
         prompt = as_chat_messages(row) if row.messages else row.prompt
-        self._rows[row.id] = {**row.columns, "prompt": prompt}
-        content = self._reset(row.id)
+        self._rows[row.id] = {**columns, "prompt": prompt}
+        content = self._reset(kind, row.id)
         parts, sources = ((content,), []) if isinstance(content, str) else _read_content(content)
         messages, mark, start = row.messages, PICTURE_MARK, ""
         if messages and content:
@@ -508,22 +552,23 @@ class ToolEpisodes:
             prompt=start + row.prompt + text,
             messages=messages,
             pictures=(*row.pictures, *sources),
-            columns=row.columns | {"environment": self.name, _ID: row.id},
+            columns={**columns, "environment": kind, _ID: row.id},
         )
 
     def make_row(self, number: int) -> dict[str, object]:
         """Return a row whose prompt is the content of its object's `reset`; UserError if that fails or is empty."""
-        content = self._reset(number)
+        (kind,) = self.boxes
+        content = self._reset(kind, number)
         if not content or (isinstance(content, str) and not content.strip()):
             raise UserError(
-                f"data.tools: {self.name}.reset returned no text for a prompt: let it return one, or name a file of "
-                "prompts in data.prompts"
+                f"data.tools: {kind}.reset returned no text for a prompt: let it return one, or name a file of prompts "
+                "in data.prompts"
             )
         prompt = content if isinstance(content, str) else [{"role": "user", "content": content}]
-        return {"prompt": prompt, "environment": self.name, _ID: number}
+        return {"prompt": prompt, "environment": kind, _ID: number}
 
-    def _reset(self, number: int) -> str | list[Any]:
-        return self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
+    def _reset(self, kind: str, number: int) -> str | list[Any]:
+        return self.runner.prompt(kind, number, f"data.tools: {kind}.reset")
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-import numpy as np
+from pydantic import BeforeValidator
 
 from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, short_name, short_repr
+from grpo_jax.errors import UserError, short_repr
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env_adapters import EnvRunner
 from grpo_jax.rollout.prompts import make_prompt_set
-from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.rewards import Reward
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
 _HELD_OUT = 64  # episodes for validation, and as many for testing
 
 
+def _refuse_shares(value: Any) -> Any:
+    paths = value.values() if isinstance(value, Mapping) else [value]
+    if all(isinstance(path, str) for path in paths):
+        return value
+    raise ValueError(
+        "expected a class, or {name: class} for several, which take turns, in place of a list or shares (give a class "
+        f"two names for twice as many prompts); got {short_repr(value)}"
+    )
+
+
 class Environment(Task):
     """Episodes of environments of your own: reset(seed) → prompt, step(text) → (observation, reward, done)."""
 
-    environment: dict[str, Any] | list[str] | str = []
+    environment: Annotated[dict[str, str] | str, BeforeValidator(_refuse_shares)] = ""
     """Class of the environment, package.module:Class or file.py:Class, made without arguments for each episode.
-    Several as a list, or as {class: share of the prompts}."""
+    Several as {name: class}: their prompts take turns, and a row's column "environment" is the name."""
     seeds: PositiveCount = 1024
     """Number of training seeds, which repeat; validation and test have 64 further seeds each."""
 
@@ -39,11 +45,8 @@ class Environment(Task):
     }
 
     def check(self, config: Config) -> None:
-        """Refuse invalid shares, and prompts besides those of the environments."""
+        """Refuse prompts besides those of the environments."""
         super().check(config)
-        for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
-            fits = isinstance(share, int | float) and 0 < share < math.inf
-            require(fits, "task.environment", f"a share above 0 of {short_name(name)}", share)
         for name in ("prompts", "validation", "test"):
             given = getattr(config.data, name)
             require(not given, f"data.{name}", "nothing: environments bring their own", given)
@@ -53,36 +56,27 @@ class Environment(Task):
         if setup.prompts is not None:
             raise UserError("prompts: expected none, environments bring their own")
         require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
-        names = [self.environment] if isinstance(self.environment, str) else [*self.environment]
-        classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in names}
-        if len(classes) < len(names):
-            raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
+        paths = self.environment
+        if isinstance(paths, str):
+            paths = {paths.rpartition(":")[2]: paths}
+        classes = {kind: load_object(path, "environment") for kind, path in paths.items()}
         runner = EnvRunner(classes)
         counts = (self.seeds, _HELD_OUT, _HELD_OUT)
         kinds, seeds = [*classes], itertools.count()
-        parts = [[_row(runner, kinds[kind], next(seeds)) for kind in self._kinds(count)] for count in counts]
+        parts = [
+            [_row(runner, kind, next(seeds)) for kind in itertools.islice(itertools.cycle(kinds), count)]
+            for count in counts
+        ]
         words = [word for made in classes.values() for word in getattr(made, "words", ())]
         return TaskData(
             make_prompt_set(*parts),
-            rewards=_rewards(runner, kinds),
+            rewards=runner.rewards(kinds),
             source=f"{', '.join(kinds)}: {self.seeds} episodes",
             environment=TurnEnvironment(
                 runner.step if setup.config.sampling.turns > 1 else None, start_episode=_refuse_prompt
             ),
             vocabulary=Vocabulary(lambda: [*dict.fromkeys(words)]) if words else None,
         )
-
-    def _kinds(self, count: int) -> Sequence[int]:
-        """Return each episode's environment, distributed as evenly as the shares allow."""
-        named = self.environment
-        given = [*named.values()] if isinstance(named, dict) else [1.0] * (1 if isinstance(named, str) else len(named))
-        shares = np.array(given)
-        due = np.outer(np.arange(1, count + 1), shares / shares.sum())
-        given, kinds = np.zeros(len(shares)), []
-        for row in due:
-            kinds.append(int(np.argmax(row - given)))
-            given[kinds[-1]] += 1
-        return kinds
 
 
 def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
@@ -95,21 +89,3 @@ def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
 
 def _refuse_prompt(row: Row) -> Row:
     raise UserError("task.environment: environments make their own prompts")
-
-
-def _rewards(runner: EnvRunner, kinds: Sequence[str]) -> TaskRewards:
-    """Return the reward of a step, and one for each kind of environment if there are several."""
-    alone = {f"reward_{kind}": _of_kind(runner.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
-    return TaskRewards(
-        {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), eval_always=tuple(alone)
-    )
-
-
-def _of_kind(reward: Reward, kind: str) -> Callable[..., list[float | None]]:
-    def of_kind(
-        prompts: Sequence[str], completions: Sequence[str], *, environment: Sequence[str], **columns: object
-    ) -> list[float | None]:
-        values = reward(prompts, completions, environment=environment, **columns)
-        return [value if own == kind else None for value, own in zip(values, environment, strict=True)]
-
-    return of_kind

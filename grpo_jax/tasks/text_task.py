@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, continued
-from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, toolbox
+from grpo_jax.rollout.env_adapters import ToolEpisodes, toolboxes
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
-from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
 
 
@@ -51,38 +49,30 @@ class Text(Task):
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts."""
         section, prompts = setup.config.data, setup.prompts
-        tools = toolbox(section.tool_names) if section.tool_names else None
-        if tools is not None and tools.make is not None:
-            return self._load_class(setup, tools, ToolEpisodes(tools))
+        boxes = toolboxes(section)
+        classes = {name or box.made: box for name, box in boxes.items() if box.make is not None}
+        if classes:
+            return self._load_classes(setup, ToolEpisodes(classes, by_row=bool(section.tool_classes)))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)
-        if tools is not None:
-            return TaskData(prompts, environment=TurnEnvironment(tools.step, role="tool"))
+        if boxes:
+            return TaskData(prompts, environment=TurnEnvironment(boxes[""].step, role="tool"))
         step = load_object(self.environment, "environment") if self.environment else None
         return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
 
-    def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
+    def _load_classes(self, setup: TaskSetup, episodes: ToolEpisodes) -> TaskData:
         """Load the prompts, each followed by its object's first text, or get the prompts from the objects."""
-        given, source = setup.prompts, ""
-        if given is None and setup.config.data.prompts:
-            given = prompts_of(setup.config.data)
+        given, source, section = setup.prompts, "", setup.config.data
+        if given is None and (section.prompts or section.tool_classes):
+            expected = 'rows whose column "environment" chooses a class of data.tools'
+            require(bool(section.prompts), "data.prompts", expected, section.prompts)
+            given = prompts_of(section)
         if given is not None:
             prompts = PromptSet(*([*map(episodes.start_episode, part)] for part in given))
         else:
             ends = [0, self.seeds, self.seeds + self.seeds // 16, self.seeds + self.seeds // 16 * 2]
             made = [[episodes.make_row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
-            prompts, source = make_prompt_set(*made), f"{self.seeds} of {episodes.name}"
-        reward = {"reward": episodes.runner.reward} if tools.judges else {}
-        rewards = TaskRewards(
-            reward,
-            defaults=[RewardSection(name=name) for name in reward],
-            columns=episodes.environments,
-            column_names=("environments",),
-        )
-        return TaskData(
-            prompts,
-            rewards,
-            source=source,
-            environment=TurnEnvironment(episodes.runner.step, role="tool", start_episode=episodes.start_episode),
-        )
+            prompts, source = make_prompt_set(*made), f"{self.seeds} of {next(iter(episodes.boxes))}"
+        environment = TurnEnvironment(episodes.runner.step, role="tool", start_episode=episodes.start_episode)
+        return TaskData(prompts, episodes.rewards(), source=source, environment=environment)

@@ -104,8 +104,8 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --data.form=append '--data.tools=[{{type: function, function: {{name: sit}}}}]' | data.tools: expected nothing with form
 --data.chat_template_options.today=soon | chat_template_options.today: expected "YYYY-MM-DD", got 'soon'
 --task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to see its picture, got 1
---task=environment --task.environment=[a.py:A] --data.prompts=a.jsonl | data.prompts: expected nothing
---task=environment --task.environment=[a.py:A] --data.test=a.jsonl | data.test: expected nothing
+--task=environment --task.environment=a.py:A --data.prompts=a.jsonl | data.prompts: expected nothing
+--task=environment --task.environment=a.py:A --data.test=a.jsonl | data.test: expected nothing
 --task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | data.prompts "miniature" or "mini
 --algorithm.turn_advantage=return --algorithm.advantage=gae | algorithm.turn_advantage: expected 'last' with advantage
 --algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'

@@ -162,7 +162,7 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
     Both are recomputed from what the policy reads; an episode ends at its goal.
     """
     monkeypatch.chdir(ROOT)
-    assert load_config(ROOT / "examples" / "grid" / "grid.yaml").task.environment == ["examples/grid/grid.py:Grid"]
+    assert load_config(ROOT / "examples" / "grid" / "grid.yaml").task.environment == "examples/grid/grid.py:Grid"
     small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
     small |= {"evaluation.prompts": 3, "evaluation.validation_prompts": 3, "report_to": "[]"}
@@ -175,7 +175,8 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
     for turns in played:
         seen = prompt = turns[0]["prompt"]
         for turn in turns:
-            walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
+            walks = [turn[f"eval_rewards/reward_{name}"] for name in ("Grid", "Grid2")]
+            walk, game = walks[math.isnan(walks[0])], turn["eval_rewards/reward_Guess"]
             assert math.isnan(game if prompt.startswith("at") else walk)
             assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
             if prompt.startswith("at") and turn["observation"] is None:  # it reached the goal, or had no more turns

@@ -77,24 +77,24 @@ def home(tmp_path_factory):
     return home
 
 
-def config(home, *names, shares=(), **sections):
-    """A config of environments, with shares or without."""
-    paths = [f"{home}/worlds.py:{name}" for name in names]
-    named = dict(zip(paths, shares, strict=True)) if shares else paths
+def config(home, *names, **sections):
+    """A config of environments; several have names."""
+    paths = {name: f"{home}/worlds.py:{name.rstrip('2')}" for name in names}
+    named = paths if len(names) > 1 else "".join(paths.values())
     values = {**SMALL, "task": {**SMALL["task"], "environment": named}, **sections}
     file = home / f"{'_'.join(names)}.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
 
 
-NAMES = ("Count", "Later", "Fragile")
+NAMES = ("Count", "Fragile", "Later", "Fragile2")
 
 
 @pytest.fixture(scope="module")
 def run(home):
     """Three kinds in one run, one of them an objective of its own, one that raises."""
     rewards = [{"name": "reward"}, {"name": "reward_Later", "weight": 2.0}]
-    file = config(home, *NAMES, shares=[1, 1, 2], rewards=rewards, on_judge_error="missing")
+    file = config(home, *NAMES, rewards=rewards, on_judge_error="missing")
     assert train_here(file, home / "run") == 0
     return home / "run"
 
@@ -198,27 +198,24 @@ def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():
     assert len(made) == 6  # several rewards of single turns take one step
 
 
-def test_shares_are_kept_as_evenly_as_can_be(home):
-    task = make_config(
-        task={"kind": "environment", "environment": {"a.py:A": 3, "b.py:B": 1}},
-        policy={"path": "new"},
-    ).task
-    kinds = task._kinds(40)
-    assert [kinds[:n].count(1) for n in (4, 8, 40)] == [1, 2, 10]
+@pytest.mark.parametrize("old", [["a.py:A", "b.py:B"], {"a.py:A": 3, "b.py:B": 1}])
+def test_lists_and_shares_name_their_successor(old):
+    with pytest.raises(
+        UserError, match=r"task.environment: expected a class, or \{name: class\} for several, which take"
+    ):
+        make_config(task={"kind": "environment", "environment": old}, policy={"path": "new"})
 
 
 @pytest.mark.parametrize(
-    ("names", "shares", "message"),
+    ("names", "message"),
     [
-        ((), (), "task.environment: expected a class, such as my_env.py:Env"),
-        (("Count", "Later"), (1, 0), "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 0"),
-        (("Missing",), (), "has no Missing"),
-        (("Mute",), (), "task.environment: Mute.reset(0) must return the prompt, a text or chat messages, got ' '"),
-        (("Count", "Count"), (), "task.environment: expected classes of different names"),
-        (("Broken",), (), "observation no None unless it is done, got 'seen'. Nothing was trained yet"),
+        ((), "task.environment: expected a class, such as my_env.py:Env"),
+        (("Missing",), "has no Missing"),
+        (("Mute",), "task.environment: Mute.reset(0) must return the prompt, a text or chat messages, got ' '"),
+        (("Broken",), "observation no None unless it is done, got 'seen'. Nothing was trained yet"),
     ],
 )
-def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, shares, message):
-    assert train_here(config(home, *names, shares=shares), tmp_path / "run") == 2
+def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, message):
+    assert train_here(config(home, *names), tmp_path / "run") == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message.format(home=home) in error[0], error

@@ -215,8 +215,8 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def toolbox_of(*tools):
-    return Toolbox([tool.__name__ for tool in tools], tools)
+def episodes_with(tool):
+    return ToolEpisodes({tool.__name__: Toolbox([tool.__name__], [tool])})
 
 
 WORDS = {
@@ -374,6 +374,36 @@ def test_configs_of_one_process_keep_their_own_tools(home, tmp_path):
         run(longer)
 
 
+def test_the_rows_column_chooses_among_classes(home, tmp_path, capsys):
+    """As in TRL: its object, its tools alone, in the prompt too, and its reward; another name is refused."""
+    named = {name: f"{home}/tools.py:{path}" for name, path in (("inc", "IncrementEnv"), ("cards", "Cards"))}
+    rows = [{"prompt": f"Go {n}. ", "deck": [n], "environment": ["inc", "cards"][n % 2]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = values(home, ["add"])
+    given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
+    given["data"]["tools"].append(named)
+    train_values(given, tmp_path / "run")
+    for turns in episodes_of(tmp_path / "run"):
+        counts = "Increment the counter" in turns[0]["prompt"]
+        assert counts != ("Your card is" in turns[0]["prompt"])
+        for row in turns:
+            others = row["completion"] == (WORDS["take"] if counts else WORDS["one"])
+            if row["observation"] and others:
+                assert row["observation"].endswith(f"there are add, {'increment' if counts else 'take'}")
+            assert math.isnan(row[f"eval_rewards/reward_{'cards' if counts else 'inc'}"])
+        assert turns[-1][f"eval_rewards/reward_{'inc' if counts else 'cards'}"] == turns[-1]["reward/reward"]
+        assert counts or turns[-1]["reward/reward"] == turns[-1]["turn"]
+    tokenizer = AutoTokenizer.from_pretrained(home / "policy")
+    encode = make_encode(tokenizer, DataSection(tools=given["data"]["tools"]), pad_id=0)
+    for name, shown in (("inc", ["add", "increment"]), ("cards", ["add", "take"])):
+        tokens, mask, _ = encode([Row(1, "go", {"environment": name})])
+        assert [line.split(":")[0] for line in tokenizer.decode(tokens[mask]).split("\n")[1:3]] == shown
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**rows[0], "environment": "dice"}) + "\n")
+    train_values(given, tmp_path / "refused", expected=2)
+    line = "row 1: column 'environment': expected one of cards, inc, the classes in data.tools, got 'dice'"
+    assert line in capsys.readouterr().err
+
+
 def test_each_episode_has_its_own_row_and_object(home, tmp_path):
     """A reset that takes from a list, and rewards that change an object: no other episode or iteration sees it."""
     rows = [{"prompt": f"Go {n}.", "deck": [1, 2, 3, 4]} for n in range(12)]
@@ -490,8 +520,9 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
 
 def test_random_numbers_of_a_reset_are_the_seeds(home):
     tools = toolbox([f"{home}/tools.py:IncrementEnv"])
+    episodes = ToolEpisodes({"IncrementEnv": tools})
     state = random.getstate()
-    shown = [ToolEpisodes(tools).make_row(seed)["prompt"] for seed in (*range(20), *range(20))]
+    shown = [episodes.make_row(seed)["prompt"] for seed in (*range(20), *range(20))]
     assert shown[:20] == shown[20:] and len({*shown}) == 6
     assert random.getstate() == state
 
@@ -510,7 +541,7 @@ class Waiting:
 
 
 def test_a_reset_may_be_async_and_return_content_parts():
-    episodes = ToolEpisodes(toolbox_of(Waiting))
+    episodes = episodes_with(Waiting)
     rows = [Row(7, "Go ", {}), Row(7, "Go ", {"other": 1})]
     shown = [episodes.start_episode(row).prompt for row in rows]
     numbers = random.Random(7)
@@ -528,7 +559,7 @@ def test_a_reset_shows_pictures_behind_the_rows_own(chat):
 
     first, text = Image.new("RGB", (1, 1)), "Look."
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] if chat else text
-    row = ToolEpisodes(toolbox_of(Shows)).start_episode(read_prompt(prompt, [first], None))
+    row = episodes_with(Shows).start_episode(read_prompt(prompt, [first], None))
     assert [picture.size for picture in row.pictures] == [(1, 1), (2, 2)]
     (message,) = messages_of(row)
     assert message.parts == (PICTURE, text, "Now ", PICTURE) or message.parts == (PICTURE, text + "Now ", PICTURE)
@@ -564,7 +595,7 @@ def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():
         def reset(self, **row):
             return f"Go {next(numbers)}."
 
-    episodes = ToolEpisodes(toolbox_of(Counts))
+    episodes = episodes_with(Counts)
     row = episodes.start_episode(Row(1, ""))
     (failure,) = episodes.runner.step([row], [Episode((Turn("It is done."),))])
     assert "reset of Counts returned 'Go 0.' for the prompt and 'Go 1.' for an episode of it" in str(failure)

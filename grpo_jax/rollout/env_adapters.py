@@ -16,7 +16,7 @@ import json
 import random
 import re
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -57,6 +57,8 @@ class SingleEnv(Protocol):
 
 
 Single = TypeVar("Single", bound=SingleEnv)
+Start = tuple[str, int]
+"""Kind of an episode's environment, and its seed."""
 
 
 @dataclass
@@ -92,7 +94,7 @@ class EnvRunner(Generic[Single]):
         self._makers = makers
         self._seed = seed
         self._step = step
-        self._prompts: dict[tuple[str, int], str] = {}
+        self._prompts: dict[Start, str] = {}
         self._alone: tuple[object, list[Episode]] = (None, [])  # episodes of the last single turns
 
     def prompt(self, kind: str, seed: int, method: str) -> Any:
@@ -110,15 +112,15 @@ class EnvRunner(Generic[Single]):
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
         """Return the observation after each episode's last completion; None if it is done."""
-        begun = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
-        steps = self._run_steps(begun, episodes)
+        starts = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
+        steps = [play.steps[-1] for play in self._run_steps(starts, episodes)]
         return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
 
     def reward(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> list[float | BaseException | None]:
         """Return the environment's reward of each last completion, without earlier turns."""
-        steps = self._run_steps(*self._episodes(completions, **columns))
+        steps = [play.steps[-1] for play in self._run_steps(*self._episodes(completions, **columns))]
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
     def rewards(self, kinds: Sequence[str]) -> TaskRewards:
@@ -138,58 +140,53 @@ class EnvRunner(Generic[Single]):
 
     def environments(self, completions: Sequence[str], **columns: Any) -> list[Single | None]:
         """Return each episode's environment after its last completion; None if it could not be made."""
-        begun, episodes = self._episodes(completions, **columns)
-        self._run_steps(begun, episodes)
-        return [self._play(episode).environment for episode in episodes]
+        return [play.environment for play in self._run_steps(*self._episodes(completions, **columns))]
 
     def _episodes(
         self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any
-    ) -> tuple[list[tuple[str, int]], Sequence[Episode]]:
-        """Return kind and seed of each episode, and the episodes; several rewards of single turns share them."""
-        begun = [*zip(columns["environment"], columns[self._seed], strict=True)]
+    ) -> tuple[list[Start], Sequence[Episode]]:
+        """Return the start of each episode, and the episodes; several rewards of single turns share them."""
+        starts = [*zip(columns["environment"], columns[self._seed], strict=True)]
         if episodes is None:
-            asked, episodes = self._alone
-            if asked != (begun, completions):
+            judged, episodes = self._alone
+            if judged != (starts, completions):
                 episodes = [Episode((Turn(text),), final=True) for text in completions]
-                self._alone = (begun, completions), episodes
-        return begun, episodes
+                self._alone = (starts, completions), episodes
+        return starts, episodes
 
-    def _play(self, episode: Episode) -> _Play[Single]:
-        play: Any = episode.memory.setdefault(self, _Play())
-        return play
-
-    def _run_steps(self, begun: Sequence[tuple[str, int]], episodes: Sequence[Episode]) -> list[Step | BaseException]:
+    def _run_steps(self, starts: Sequence[Start], episodes: Sequence[Episode]) -> list[_Play[Single]]:
         """Step each episode's environment up to its last completion."""
 
-        async def run_all() -> list[Step | BaseException]:
-            return await asyncio.gather(*map(self._last_step, begun, episodes))
+        async def run_all() -> list[_Play[Single]]:
+            return await asyncio.gather(*map(self._run_episode, starts, episodes))
 
         return finished(run_all())
 
-    async def _last_step(self, begun: tuple[str, int], episode: Episode) -> Step | BaseException:
-        play, texts = self._play(episode), episode.completions
+    async def _run_episode(self, start: Start, episode: Episode) -> _Play[Single]:
+        play: Any = episode.memory.setdefault(self, _Play())
+        texts = episode.completions
         for text in texts[len(play.steps) :]:
             if play.steps and isinstance(play.steps[-1], BaseException):
                 break
             final = episode.final and len(play.steps) + 1 == len(texts)
             try:
                 if play.environment is None:
-                    play.environment = self._makers[begun[0]]()
-                    self._check_prompt(begun, await awaited(play.environment.reset(begun[1])))
+                    play.environment = self._makers[start[0]]()
+                    self._check_prompt(start, await awaited(play.environment.reset(start[1])))
                 step = _checked(await awaited(self._step(play.environment, text, final)))
             except BaseException as error:
                 if not is_own_doing(error):
                     raise
                 step = error
             play.steps.append(step)
-        return play.steps[min(len(texts), len(play.steps)) - 1]
+        return play
 
-    def _check_prompt(self, begun: tuple[str, int], prompt: object) -> None:
+    def _check_prompt(self, start: Start, prompt: object) -> None:
         """Raise BadReturn if the text of an episode's reset is not the one that the policy reads."""
-        shown = self._prompts.get(begun)
-        if shown is not None and isinstance(prompt, str) and shown != prompt:
+        shown = self._prompts.get(start, prompt)
+        if isinstance(prompt, str) and shown != prompt:
             raise BadReturn(
-                f"reset of {begun[0]} returned {one_line(shown, 60)!r} for the prompt and {one_line(prompt, 60)!r} for "
+                f"reset of {start[0]} returned {one_line(shown, 60)!r} for the prompt and {one_line(prompt, 60)!r} for "
                 "an episode of it: it must depend on its arguments and on Python's random alone"
             )
 
@@ -217,7 +214,6 @@ _BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,
 _FORM = '{"name": …, "arguments": {…}}'
 _TOO_LONG = "error: the result is too long to be read"
 _ID = "row_id"  # column that identifies a row's episodes
-_OBJECTS = ("environment", "environments")  # columns: the class's name, and for rewards the object of each episode
 
 
 class Call(NamedTuple):
@@ -433,34 +429,23 @@ def template_options(section: DataSection, environment: str | None = None) -> di
 
 
 @types.coroutine
-def _seeded(seed: int, begin: Callable[[], object]) -> Generator[Any, Any, object]:
-    """Return begin(), awaited if it is a coroutine; while it runs, Python's `random` has a state of this seed."""
-    state = random.Random(seed).getstate()
-
-    def run(function: Callable[..., object], *arguments: object) -> object:
-        nonlocal state
+def _seeded(seed: int, begin: Coroutine[Any, Any, object]) -> Generator[Any, Any, Any]:
+    """Await a coroutine; while it runs, Python's `random` has a state of this seed."""
+    state, resume, value = random.Random(seed).getstate(), begin.send, None
+    while True:
         others = random.getstate()
         random.setstate(state)
         try:
-            return function(*arguments)
+            waited = resume(value)
+        except StopIteration as end:
+            return end.value
         finally:
             state = random.getstate()
             random.setstate(others)
-
-    returned = run(begin)
-    if not inspect.isawaitable(returned):
-        return returned
-    steps: Any = returned.__await__()
-    resume, value = steps.send, None
-    while True:
         try:
-            waited = run(resume, value)
-        except StopIteration as end:
-            return end.value
-        try:
-            resume, value = steps.send, (yield waited)
+            resume, value = begin.send, (yield waited)
         except BaseException as error:
-            resume, value = steps.throw, error
+            resume, value = begin.throw, error
 
 
 class ToolEpisode:
@@ -478,7 +463,11 @@ class ToolEpisode:
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        content = await _seeded(seed, lambda: self.object.reset(**columns))
+
+        async def begin() -> object:
+            return await awaited(self.object.reset(**columns))
+
+        content = await _seeded(seed, begin())
         if content is None or isinstance(content, str):
             return content or ""
         parts, sources = _read_content(content)
@@ -528,17 +517,9 @@ class ToolEpisodes:
 
     def start_episode(self, row: Row) -> Row:
         """Return a row whose prompt ends with the text and the pictures of its object's `reset`."""
-        chosen = row.columns.get("environment")
-        if self._by_row and chosen not in [*self.boxes]:
-            names = f"one of {', '.join(self.boxes)}, the classes in data.tools"
-            raise UserError(f"row {row.id}: column 'environment': expected {names}, got {short_repr(chosen)}")
-        names = (_ID, _OBJECTS[1]) if self._by_row else (_ID, *_OBJECTS)
-        if clashes := [name for name in names if name in row.columns]:
-            raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
-        kind = str(chosen) if self._by_row else next(iter(self.boxes))
+        kind = self._kind_of(row)
         columns = {name: value for name, value in row.columns.items() if name != "environment"}
-        prompt = as_chat_messages(row) if row.messages else row.prompt
-        self._rows[row.id] = {**columns, "prompt": prompt}
+        self._rows[row.id] = {**columns, "prompt": as_chat_messages(row) if row.messages else row.prompt}
         content = self._reset(kind, row.id)
         parts, sources = ((content,), []) if isinstance(content, str) else _read_content(content)
         messages, mark, start = row.messages, PICTURE_MARK, ""
@@ -546,14 +527,24 @@ class ToolEpisodes:
             messages, mark = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, *parts))), ""
         elif sources and mark not in row.prompt:
             start = mark * len(row.pictures)
-        text = "".join(mark if part is PICTURE else part for part in parts)
         return replace(
             row,
-            prompt=start + row.prompt + text,
+            prompt="".join([start, row.prompt, *(mark if part is PICTURE else part for part in parts)]),
             messages=messages,
             pictures=(*row.pictures, *sources),
             columns={**columns, "environment": kind, _ID: row.id},
         )
+
+    def _kind_of(self, row: Row) -> str:
+        """Return the name of a row's class; UserError for another name, or for a column that tools use."""
+        chosen = row.columns.get("environment")
+        if self._by_row and chosen not in [*self.boxes]:
+            expected = f"one of {', '.join(self.boxes)}, the classes in data.tools"
+            raise UserError(f"row {row.id}: column 'environment': expected {expected}, got {short_repr(chosen)}")
+        for name in (_ID, "environments", *(() if self._by_row else ("environment",))):
+            if name in row.columns:
+                raise UserError(f"row {row.id}: column {name!r} is a name that tools use: rename it")
+        return str(chosen) if self._by_row else next(iter(self.boxes))
 
     def make_row(self, number: int) -> dict[str, object]:
         """Return a row whose prompt is the content of its object's `reset`; UserError if that fails or is empty."""

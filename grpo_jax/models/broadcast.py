@@ -35,6 +35,11 @@ def _state() -> Any:
     return global_state
 
 
+def distributed_client() -> Any:
+    """Return JAX's client of the coordinator, with its key-value store and barriers."""
+    return _state().client
+
+
 def process_count() -> int:
     """Return the number of processes of the run."""
     return _state().num_processes
@@ -53,7 +58,7 @@ def is_main_process() -> bool:
 def barrier() -> None:
     """Wait on the host for all processes: collectives that begin minutes apart would time out."""
     if process_count() > 1:
-        _state().client.wait_at_barrier(f"grpo_jax/{next(_calls)}", _WAIT_MS)
+        distributed_client().wait_at_barrier(f"grpo_jax/{next(_calls)}", _WAIT_MS)
 
 
 def broadcast(tree: _Tree) -> _Tree:
@@ -71,14 +76,14 @@ def broadcast(tree: _Tree) -> _Tree:
 
 def exchange(text: str) -> list[str]:
     """Return every process's string, through the coordinator, which needs no JAX backend."""
-    client, key = _state().client, f"grpo_jax/{next(_calls)}"
+    client, key = distributed_client(), f"grpo_jax/{next(_calls)}"
     client.key_value_set(f"{key}/{process_index()}", text)
     return [client.blocking_key_value_get(f"{key}/{number}", _WAIT_MS) for number in range(process_count())]
 
 
 def is_reported() -> bool:
     """Return whether process 0 also fails and reports it; every failing process must call this."""
-    client = _state().client
+    client = distributed_client()
     with suppress(jax.errors.JaxRuntimeError):
         if is_main_process():
             client.key_value_set("grpo_jax/reported", "1")

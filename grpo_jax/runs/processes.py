@@ -1,7 +1,7 @@
 """Processes of a run: the compilation cache, and how several processes join, compare their inputs and end together.
 
-If one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for custom programs
-around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
+If one is silent for `SILENT_SECONDS`, the others end with a line; JAX ends them if it is the first. `join_processes`
+is also for custom programs around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from grpo_jax.config.fields import flat, require
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, complain, one_line
 from grpo_jax.models.broadcast import (
+    distributed_client,
     exchange,
     from_main_process,
     is_reported,
@@ -36,7 +37,9 @@ from grpo_jax.models.broadcast import (
 from grpo_jax.runs.directory import LOCK
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-HEARTBEAT_SECONDS = 20
+SILENT_SECONDS = 100.0
+"""As JAX's own limit, which a process on a loaded machine keeps; JAX's is twice as long here, since it aborts."""
+_BEATS = "grpo_jax/alive"
 _LEAVING_SECONDS = 10
 _SHARED_SECONDS = 10.0  # longest delay until a network file system shows a new file
 _PACKAGES = (
@@ -76,7 +79,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
         options = {"coordinator_address": environment[VARIABLES[0]], "num_processes": count, "process_id": number}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
-    options |= {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": _LEAVING_SECONDS}
+    options |= {"heartbeat_timeout_seconds": int(2 * SILENT_SECONDS), "shutdown_timeout_seconds": _LEAVING_SECONDS}
     in_main = threading.current_thread() is threading.main_thread()
     # While JAX waits, Python's signal handlers would not run.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
@@ -182,17 +185,57 @@ def require_shared(folder: Path) -> None:
 @contextmanager
 def ending_together(run_dir: str) -> Iterator[None]:
     """End with one line if another process is gone; report this process's own error if process 0 has none."""
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=[run_dir, done], daemon=True)
     try:
+        if process_count() > 1:
+            watcher.start()
         yield
     except Exception as error:
         if process_count() > 1:
             if _is_of_another(error):
-                again = f"its last checkpoint is sound; continue with --resume --run_dir {run_dir}"
-                complain(f"error: another process of the run is gone: {again}")
-                os._exit(1)  # JAX would wait for it, and abort
+                _leave(run_dir)
             if isinstance(error, UserError | StageError) and not is_reported():
                 complain(f"error: process {process_index()}: {' '.join(str(error).split())}")
         raise
+    finally:
+        done.set()
+        if watcher.ident is not None:
+            watcher.join()
+
+
+def _watch(run_dir: str, done: threading.Event) -> None:
+    """Show the others that this process lives, and leave the run if process 0 misses a sign of another.
+
+    Nobody judges process 0 so: one of its rewards may hold the interpreter lock.
+    """
+    client, mine, heard = distributed_client(), str(process_index()), {}
+    with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and JAX aborts
+        while not done.wait(SILENT_SECONDS / 20):
+            client.key_value_set(f"{_BEATS}/{mine}", str(time.monotonic()), allow_overwrite=True)
+            signs, now = dict(client.key_value_dir_get(_BEATS)), time.monotonic()
+            for name, sign in signs.items():
+                if heard.get(name, ("", 0))[0] != sign:
+                    heard[name] = sign, now
+            silent = any(sign != "done" and now - since > SILENT_SECONDS for sign, since in heard.values())
+            if f"{_BEATS}/gone" in signs or (mine == "0" and silent):
+                _leave(run_dir)
+        client.key_value_set(f"{_BEATS}/{mine}", "done", allow_overwrite=True)
+
+
+_leaving = threading.Lock()
+
+
+def _leave(run_dir: str) -> None:
+    """End this process and the others with one line: JAX would wait for one that is gone, and abort."""
+    _leaving.acquire()  # by one thread, which ends them all
+    again = f"its last checkpoint is sound; continue with --resume --run_dir {run_dir}"
+    complain(f"error: another process of the run is gone: {again}")
+    with suppress(jax.errors.JaxRuntimeError):
+        distributed_client().key_value_set(f"{_BEATS}/gone", "1", allow_overwrite=True)
+    if process_index() == 0:  # the others talk through it
+        time.sleep(SILENT_SECONDS / 10)
+    os._exit(1)
 
 
 def _is_of_another(error: BaseException | None) -> bool:

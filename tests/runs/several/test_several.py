@@ -33,7 +33,7 @@ def stop_and_kill(place, run):
     both = start(place, run, "--resume", judge="hold:4")
     held(both, run)
     both[1].kill()
-    first, _ = ended(both)  # by JAX's heartbeat: it is held in a reward
+    first, _ = ended(both)  # it is held in a reward, and misses signs of the second
     assert first.returncode != 0 and "resumed after iteration 3 of 6" in first.stdout
     (run / "held").unlink()
 
@@ -164,6 +164,39 @@ def test_no_device_holds_more_than_its_share_and_a_leaf_while_weights_come_to_th
         assert process.returncode == 0, process.stderr
         share, peak, largest, whole = json.loads(process.stdout.splitlines()[-1])
         assert share < peak <= share + largest < whole
+
+
+FROZEN = """
+import os, signal, time
+from grpo_jax.models.broadcast import process_index
+from grpo_jax.runs import processes
+
+processes.SILENT_SECONDS = 4.0
+processes.join_processes()
+with processes.ending_together("runs/mine"):
+    time.sleep(1)
+    if process_index() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if process_index() == 2:
+        processes.exchange("")  # waits for the others
+    time.sleep(600)
+"""
+
+
+def test_the_others_end_with_one_line_where_a_process_is_frozen():
+    environment = os.environ | announcement(3) | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", FROZEN]
+    started = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(n)}, **pipes) for n in range(3)]
+    try:
+        for process in (started[0], started[2]):
+            _, shown = process.communicate(timeout=120)
+            again = "its last checkpoint is sound; continue with --resume --run_dir runs/mine\n"
+            assert (process.returncode, shown) == (1, f"error: another process of the run is gone: {again}")
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.wide  # half a minute

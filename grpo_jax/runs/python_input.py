@@ -73,7 +73,7 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
-            literals = {name: _literal(name, value) for name, value in row.columns.items() if not _is_json(value)}
+            literals = _literals(row.columns)
             line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns | literals}
             if literals:
                 line["literals"] = [*literals]
@@ -84,19 +84,19 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
             yield f"{json.dumps(line)}\n".encode()
 
 
-def _is_json(value: object) -> bool:
-    """Return whether JSON gives a value back unchanged, unlike tuples and keys that are numbers."""
-    with suppress(TypeError):
-        return repr(json.loads(json.dumps(value))) == repr(value)
-    return False
-
-
-def _literal(name: str, value: object) -> str:
-    """Return a column's value as a Python literal; TypeError if it has none."""
-    with suppress(ValueError, SyntaxError):
-        if ast.literal_eval(repr(value)) == value:
-            return repr(value)
-    raise TypeError(f"the column {name} has no JSON and no Python literal ({short_repr(value)})")
+def _literals(columns: Record) -> dict[str, str]:
+    """Return as Python literals the values that JSON changes, such as tuples; TypeError for one that has none."""
+    literals = {}
+    for name, value in columns.items():
+        with suppress(TypeError):
+            if repr(json.loads(json.dumps(value))) == repr(value):
+                continue
+        with suppress(ValueError, SyntaxError):
+            if ast.literal_eval(repr(value)) == value:
+                literals[name] = repr(value)
+                continue
+        raise TypeError(f"the column {name} has no JSON and no Python literal ({short_repr(value)})")
+    return literals
 
 
 def _same(stored: bytes | None, line: bytes | None) -> bool:

@@ -257,7 +257,7 @@ def make_score(
             columns[MESSAGES[1]] = [_episode_messages(episode, role) for group in episodes for episode in group]
         columns[IS_CONVERSATION] = [bool(row.messages) for row in rows for _ in range(group)]
         if columns_of is not None:
-            columns |= columns_of(completions, columns)
+            columns |= columns_of(completions, own_copy(columns))
 
         on_error = "missing" if missing else "raise"
         first, second = (

@@ -62,7 +62,6 @@ def one(options: list[str], change=None) -> None:
     """Run once in this process; `change` replaces the score."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
-    from grpo_jax.runs.ahead import compile_ahead
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.session import Callbacks, Session, stop_requests
@@ -75,7 +74,7 @@ def one(options: list[str], change=None) -> None:
         config = config.replace(algorithm=algorithm.replace(**coefficients))
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        ctx = load(config, info=output.info, ahead=compile_ahead)
+        ctx = load(config, info=output.info)
         if change is not None:
             ctx = ctx._replace(fns=ctx.fns._replace(score=change(ctx.fns.score)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:

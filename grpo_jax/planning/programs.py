@@ -20,7 +20,6 @@ from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import init_variables, unstack_and_fuse
 from grpo_jax.models.hf.peft import lora_config
-from grpo_jax.models.jitted import placed
 from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP, gather, shardings
@@ -128,6 +127,12 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
     if policy.mesh is None:
         return shapes
     return jax.tree.map(placed, shapes, jax.tree.map(lambda _: NamedSharding(policy.mesh, PartitionSpec(FSDP)), shapes))
+
+
+def placed(leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """Return an array's shape with a sharding."""
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=weak)
 
 
 def _shown_pictures(

@@ -113,8 +113,8 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     return objectives
 
 
-def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full: bool = False) -> Batch:
-    """Return the update's batch, with advantages, on the policy's devices; `full` as in `make_batch`."""
+def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch:
+    """Return the update's batch, with advantages, on the policy's devices."""
     assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
     mesh = ctx.policy.mesh
     batch = make_batch(
@@ -125,7 +125,6 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives, *, full:
         ctx.config.resolved_algorithm,
         pictures=rollout.pictures,
         mesh=mesh if process_count() == 1 else None,  # each process takes its shard below
-        full=full,
     )
     return shard_batch(batch, mesh)
 

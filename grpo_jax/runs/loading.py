@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config.fields import require
-from grpo_jax.config.judge import title
+from grpo_jax.config.judge import Judge, title
 from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY, Config
@@ -70,7 +70,6 @@ from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
-from grpo_jax.training.update import Learner, make_learner
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 _GALLERY = 12  # held-out prompts whose pictures are kept
@@ -86,7 +85,6 @@ class RunContext(NamedTuple):
         key: The run's key, from which all others are folded.
         devices: Device names of policy and judges.
         stopping: Whether a stop was requested.
-        learner: Its update; None for a run that only evaluates.
     """
 
     config: Config
@@ -101,13 +99,6 @@ class RunContext(NamedTuple):
     devices: dict[str, str]
     iterations: int
     stopping: Callable[[], bool] = lambda: False
-    learner: Learner | None = None
-
-    @property
-    def compiles_ahead(self) -> bool:
-        """Return whether the config determines all shapes: not with mesh, pictures, turns, SFT or choices."""
-        plain = self.config.sampling.turns == 1 and self.trie is None and self.fns.encode_images is None
-        return plain and self.policy.mesh is None and process_count() == 1 and not self.config.sft.steps
 
     @property
     def policy_device(self) -> jax.Device:
@@ -154,6 +145,21 @@ class RunContext(NamedTuple):
         return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks, judged.columns)
 
 
+class LoadedPolicy(NamedTuple):
+    """A policy with the functions that read its prompts.
+
+    Attributes:
+        config: The run's config, with the date of the chat template.
+        prepare: Pictures → the image processor's arrays; None without pictures, like `encode_images`.
+    """
+
+    config: Config
+    policy: Policy
+    encode: Callable[..., Encoded]
+    prepare: Callable[[object], Pictures] | None
+    encode_images: Callable[..., Any] | None
+
+
 def load(
     config: Config,
     info: Info,
@@ -162,13 +168,13 @@ def load(
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
     leaving: ExitStack | None = None,
-    ahead: Callable[[RunContext], None] | None = None,
+    trains: bool = False,
 ) -> RunContext:
     """Load everything, one line (info(name, detail)) per part.
 
     `prompts` and `rewards` (functions by label) replace the config's; without `prompts`, those from Python are read
     from the run directory, which keeps them. `leaving` closes judges with external resources at the end of the run.
-    Only process 0 loads judges. For training, `ahead` is called before them, with everything else.
+    Only process 0 loads judges. If the run `trains`, odd settings are noted, and the teacher identifies it too.
     """
     if prompts is None and config.data.prompts == IN_PYTHON:
         prompts = kept_prompts(RunDirectory(str(config.run_dir)))
@@ -180,6 +186,44 @@ def load(
         section = config.policy
         own_package("bridges", "loading").match_precision(precision_of(section.compute_dtype, section.matmul_precision))
     placement = place_parts(config, info)
+    data, resolved = load_data(config, info, prompts, rewards)
+    for line in training_warnings(config, resolved) if trains else ():
+        info("training", f"warning: {line}")
+    batches = batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)
+    iterations = config.training.max_steps or config.training.num_epochs * batches
+    sections = check_judges(config)
+    devices = policy_devices(placement, config.policy)
+    config, policy, encode, prepare, encode_images = load_policy(config, data, devices, info)
+    weights = weights_identity(config, policy, teacher=trains)
+    require_same(weights)
+    data = dataclasses.replace(data, identity={**data.identity, **weights})
+    allowed = policy_tokens(config, policy.folder)
+    trie = choices_trie(config, data.choices and data.choices.texts, policy.folder)
+    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
+    judges = load_judges(config, sections, placement, info, leaving)
+    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, prepare)
+    _check_measures(config, data.prompts, fns)
+    pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in sections.items() if judge.pool}
+    return RunContext(
+        config=config,
+        task_data=data,
+        policy=policy,
+        fns=fns._replace(encode_images=encode_images),
+        rewards=resolved,
+        samplers=samplers,
+        allowed_tokens=allowed,
+        trie=trie,
+        key=jax.random.key(config.seed),
+        devices={**placement, **pools} if judges else {POLICY: ", ".join(map(str, devices))},
+        iterations=iterations,
+        stopping=stopping,
+    )
+
+
+def load_data(
+    config: Config, info: Info, prompts: PromptSet | None, rewards: Mapping[str, Reward]
+) -> tuple[TaskData, ResolvedRewards]:
+    """Load the task's data, and find the rewards; the arguments replace the config's."""
     data = config.task.load(TaskSetup(config, prompts, info))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
     info("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
@@ -188,30 +232,21 @@ def load(
         info("prompts", "warning: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
-    batches = batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)
-    iterations = config.training.max_steps or config.training.num_epochs * batches
     resolved = resolve_rewards(config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards)
     require_names(config, resolved, data.environment.controls)
     rows = all_rows(data.prompts)
     require_columns(resolved, data.rewards, tuple(config.judges), rows)
     require_values(resolved, rows)
     info("rewards", resolved.describe())
-    for line in _training_warnings(config, resolved) if ahead is not None else ():
-        info("training", f"warning: {line}")
-    placed = own_package("bridges", "ray_pool").placed
-    mine = config.judges if is_main_process() else {}
-    judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
+    return data, resolved
 
-    def check_judges() -> None:
-        for name, judge in judge_sections.items():
-            with judge_named(name):
-                judge.check()
 
-    on_all_processes(check_judges)
-    devices = policy_devices(placement, config.policy)
+def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], info: Info) -> LoadedPolicy:
+    """Load the policy's folder, check all prompts, which finds a mistake within seconds, and load its weights."""
     on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
         info("devices", f"policy on {', '.join(map(str, devices))}")
+    rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
@@ -225,63 +260,53 @@ def load(
         image_processor=image_processor,
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
-    )  # before the weights, to find a prompt that is too long within seconds
+    )
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", told)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
-    weights = weights_identity(config, policy, teacher=ahead is not None)
-    require_same(weights)
-    data = dataclasses.replace(data, identity={**data.identity, **weights})
-    choices = data.choices
-    allowed = policy_tokens(config, policy.folder)
-    trie = choices_trie(config, choices and choices.texts, policy.folder)
-    names = tuple(reward.name for reward in resolved.maximised)
-    ctx = RunContext(
-        config=config,
-        task_data=data,
-        policy=policy,
-        fns=RolloutFns(encode, _not_loaded, data.render and _not_loaded, _not_loaded, names, ()),
-        rewards=resolved,
-        samplers=make_samplers(config.sampling, config.evaluation, policy, allowed, trie),
-        allowed_tokens=allowed,
-        trie=trie,
-        key=jax.random.key(config.seed),
-        devices={},
-        iterations=iterations,
-        stopping=stopping,
-    )
-    if pictures:
-        ctx = ctx._replace(fns=ctx.fns._replace(encode_images=make_see(policy)))
-    if ahead is not None:
-        learner = make_learner(config, policy, iterations, allowed_tokens=allowed, trie=trie)
-        ctx = ctx._replace(learner=learner)
-        ahead(ctx)
+    if image_processor is None:
+        return LoadedPolicy(config, policy, encode, None, None)
+    prepare = make_prepare(image_processor, devices[0] if policy.mesh is None else None)
+    return LoadedPolicy(config, policy, encode, prepare, make_see(policy))
 
-    def load_judges() -> dict[str, Any]:
+
+def check_judges(config: Config) -> dict[str, Judge]:
+    """Return this process's judges, with their pools, after their checks without weights."""
+    pooled = own_package("bridges", "ray_pool").placed
+    mine = config.judges if is_main_process() else {}
+    sections = {name: pooled(judge, f"judges.{name}") for name, judge in mine.items()}
+
+    def check() -> None:
+        for name, judge in sections.items():
+            with judge_named(name):
+                judge.check()
+
+    on_all_processes(check)
+    return sections
+
+
+def load_judges(
+    config: Config, sections: Mapping[str, Judge], placement: Mapping[str, str], info: Info, leaving: ExitStack | None
+) -> dict[str, object]:
+    """Load each judge on its device; only process 0 has any."""
+
+    def load_each() -> dict[str, object]:
         judges = {}
         if leaving is not None and config.elsewhere:
             leaving.callback(own_package("bridges", "ray_cluster").leave)
-        for name, judge in judge_sections.items():
+        for name, judge in sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])
         return judges
 
-    judges = on_all_processes(load_judges)
+    judges = on_all_processes(load_each)
     for name, judge in judges.items():
         info(name, title(judge))
-    pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
-    device = devices[0] if policy.mesh is None else None
-    prepare = None if image_processor is None else make_prepare(image_processor, device)
-    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, prepare)
-    _check_measures(config, data.prompts, fns)
-    return ctx._replace(
-        fns=fns._replace(encode_images=ctx.fns.encode_images),
-        devices={**placement, **pools} if judges else {POLICY: ", ".join(map(str, devices))},
-    )
+    return judges
 
 
-def _training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]:
+def training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]:
     """Yield a line for each value that is allowed, but destroys the policy or trains nothing."""
     rates = {"optimizer": config.learning_rate, **({"sft": config.sft.learning_rate} if config.sft.steps else {})}
     for section, rate in rates.items():
@@ -290,10 +315,6 @@ def _training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str
     algorithm = config.algorithm
     if not (any(rewards.weights.values()) or algorithm.overlong_buffer or algorithm.advantage == "opd"):
         yield "all weights of rewards are 0: no reward trains the policy"
-
-
-def _not_loaded(*_: Any, **__: Any) -> Any:
-    raise AssertionError("judges are not loaded yet")
 
 
 def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:

@@ -22,7 +22,6 @@ from grpo_jax.models.broadcast import any_process, broadcast, from_main_process,
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.runs.ahead import compile_ahead
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import write_atomically
@@ -49,6 +48,7 @@ from grpo_jax.runs.session import (
 )
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
+from grpo_jax.training.update import make_learner
 
 _UPDATE_STREAM = 2**31 - 3
 
@@ -108,7 +108,7 @@ def load_run(
     write_config(given.config)  # it names the objects from Python
     from_main_process(lambda: keep_prompts(given, directory, output.warning))
     data = {"prompts": given.prompts, "rewards": given.rewards}
-    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, ahead=compile_ahead)
+    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, trains=True)
     write_config(ctx.config)  # it has the chat template's date
     return ctx
 
@@ -123,9 +123,9 @@ class Trainer:
         self.session, self.ctx, self.config, self.output = session, ctx, ctx.config, session.output
         self.checkpoints, self.stop, self.clock = session.checkpoints, session.stop, session.clock
         self.iterations = ctx.iterations
-        assert ctx.learner is not None
-        self.learner = ctx.learner
-        self.teacher = load_teacher(ctx.config, ctx.policy, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
+        written = {"allowed_tokens": ctx.allowed_tokens, "trie": ctx.trie}
+        self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **written)
+        self.teacher = load_teacher(ctx.config, ctx.policy, **written)
         self.rollouts = Rollouts(ctx)
         self.begun = False  # whether there are a state and a progress to save
 
@@ -205,7 +205,7 @@ class Trainer:
             started = time.monotonic()
             rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
-            batch = batch_of(ctx, rollout, objectives, full=i == 0 and ctx.compiles_ahead)
+            batch = batch_of(ctx, rollout, objectives)
             if self.teacher is not None:
                 batch = batch._replace(ref_logprobs=self.teacher(batch))
             if i == first:

@@ -16,7 +16,6 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from grpo_jax.core.trie import Trie
-from grpo_jax.models.jitted import Jitted
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP
 from grpo_jax.models.variables import PyTree, Variables, numbered
@@ -87,7 +86,7 @@ def make_sampler(
         loop = run_until(make_writer(policy, params, ends(limits), weights).step, loop, until, above)
         return State(loop.samples, loop, unfinished(loop))
 
-    @Jitted
+    @jax.jit
     def start(limits, variables: Variables, *prompts: PyTree) -> tuple[State, Weights]:
         batch = PromptBatch(*prompts)
         loop, weights = begin_completions(policy, params, ends(limits), variables, batch)
@@ -96,7 +95,7 @@ def make_sampler(
 
     go_on = jax.jit(advance, static_argnames=("until", "above"), donate_argnames="loop")
 
-    @Jitted
+    @jax.jit
     def write(limits, variables: Variables, *prompts: PyTree) -> Samples:
         return write_completions(policy, params, ends(limits), variables, PromptBatch(*prompts)).samples
 
@@ -107,8 +106,6 @@ def make_sampler(
         if traced or getattr(policy, "mesh", None) is not None or (len(sizes) == 1 and not half):
             return write(limits, variables, *prompts)
         state, weights = start(limits, variables, *prompts)
-        if isinstance(state.left, jax.ShapeDtypeStruct):  # compiled ahead
-            return state.samples
         return decode_on(policy, state, sizes, half, functools.partial(go_on, limits, weights))
 
     return over_buckets(sample, policy, alike.pad_id, params.max_new_tokens)

@@ -7,7 +7,7 @@ log-probabilities and gradients are those of separate rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,9 +16,8 @@ import numpy as np
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection
-from grpo_jax.core.advantages import Condition, sum_rewards
+from grpo_jax.core.advantages import sum_rewards
 from grpo_jax.core.selection import without_truncated
-from grpo_jax.models.jitted import placed
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 from grpo_jax.sampling.decoding import Samples
@@ -250,16 +249,9 @@ def make_batch(
     return shard_batch(batch._replace(prompt_tokens=prompt_tokens, prompt_mask=prompt_mask), mesh)
 
 
-def full_batch(
-    config: Config,
-    prompts: tuple[int, int],
-    *,
-    weights: dict[str, float] | None = None,
-    conditions: Sequence[Condition] = (),
-    device: jax.Device | None = None,
-) -> Batch:
-    """Return a batch of zeros with prompts (P, L), completions of maximal length, and rewards of these weights."""
-    sampling, algorithm, weights = config.sampling, config.resolved_algorithm, weights or {"": 1.0}
+def full_batch(config: Config, prompts: tuple[int, int]) -> Batch:
+    """Return a batch of zeros with prompts (P, L), completions of maximal length, and one reward."""
+    sampling, algorithm = config.sampling, config.resolved_algorithm
     shape = (prompts[0], sampling.group_size, sampling.stream_tokens)
     written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
     samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
@@ -268,11 +260,11 @@ def full_batch(
     if sampling.turns > 1:
         samples = samples._replace(present=written, turn=zeros.astype(np.int32))
     turns = (*shape[:2], sampling.turns)
-    judged, lengths = jax.device_put((np.zeros((*turns, len(weights)), np.float32), np.ones(turns, np.int32)), device)
-    options = {"weights": weights, "conditions": conditions, "max_new_tokens": sampling.max_new_tokens}
+    judged, lengths = jnp.zeros((*turns, 1), jnp.float32), jnp.ones(turns, jnp.int32)
+    options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
     objectives, present = make_turn_objectives(judged, lengths, algorithm, **options), np.ones(prompts, bool)
     batch = make_batch((present.astype(np.int32), present), samples, objectives, present[:, 0], algorithm, full=True)
-    return batch._replace(ref_logprobs=jax.device_put(zeros, device)) if algorithm.teacher else batch
+    return batch._replace(ref_logprobs=jnp.asarray(zeros)) if algorithm.teacher else batch
 
 
 def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
@@ -282,11 +274,6 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
     prompts = batch.tokens.shape[0]
     order = jax.random.permutation(key, prompts).reshape(count, prompts // count)
     return [jax.tree.map(lambda array, rows=rows: array[rows], batch) for rows in order]
-
-
-def minibatch_shapes(batch: Batch, count: int) -> Batch:
-    """Return the shapes of a minibatch, from arrays or from shapes."""
-    return batch if count == 1 else jax.tree.map(lambda x: placed(x, x.sharding, len(x) // count), batch)
 
 
 def micro_batches(batch: Batch, parts: int) -> Batch:

@@ -24,7 +24,6 @@ from grpo_jax.core.ppo import explained_variance, value_loss
 from grpo_jax.core.returns import gae_advantages, kl_penalised_rewards
 from grpo_jax.core.selection import off_policy_mask
 from grpo_jax.core.trie import Trie, walk
-from grpo_jax.models.jitted import Jitted
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, token_values
 from grpo_jax.models.vision.pictures import Pictures
@@ -212,4 +211,4 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array], tuple[Ba
         )
         return batch._replace(advantages=advantages, scores=None, old_values=values, returns=returns), estimates
 
-    return Jitted(estimate)
+    return jax.jit(estimate)

@@ -20,11 +20,10 @@ from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, importance_weights
 from grpo_jax.core.trie import Trie
-from grpo_jax.models.jitted import Jitted, placed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host, shard, shard_optimizer
 from grpo_jax.models.variables import PyTree, Variables, narrow_gradients, narrow_zeros
-from grpo_jax.training.batch import Batch, micro_batches, minibatch_shapes, minibatches, required
+from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
     ForwardPass,
@@ -104,14 +103,14 @@ def make_train_step(
             report["entropy_coef"] = after.entropy_control.coef
         return after, report
 
-    compiled = Jitted(compute, donate_argnums=0)
+    compiled = jax.jit(compute, donate_argnums=0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # Do not donate frozen arrays: they may be shared, and are never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
         before = state._replace(variables=trained, reference=None, rollout_weights=None)
-        after, report = compiled.ready(before, frozen, batch)(before, frozen, batch)
+        after, report = compiled(before, frozen, batch)
         # On CPU, JAX neither reuses nor frees a donated array that NumPy has viewed, as a checkpoint does.
         free_buffers(before)
         unchanged = {"reference": state.reference, "rollout_weights": state.rollout_weights}
@@ -147,7 +146,7 @@ def make_forward_step(
         parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, grad_accumulation_steps))
         return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
-    compiled = Jitted(step)
+    compiled = jax.jit(step)
     # Pass only the policy's inputs: the batch's other fields must not cause a recompilation.
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
@@ -180,7 +179,7 @@ def make_token_weights(
             weights *= high_entropy_mask(entropy, batch.mask, share=section.entropy_share)
         return weights, mean, clipped
 
-    return Jitted(weigh)
+    return jax.jit(weigh)
 
 
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
@@ -273,21 +272,19 @@ def make_update(
     max_new_tokens: int,
     ppo: PPOSection = PPOSection(),
     **distribution: Any,
-) -> Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
-    With the shapes of a state, and no key, it only compiles. `distribution` is temperature, allowed_tokens and trie of
-    `make_forward`. The report has "loss" and "grad_norm" averaged over the steps, and the number of "skipped" steps.
-    It also has "metrics" by loss term, "measured" (`make_preparation`), and "advantages" [P, G] or [P, G, T].
+    `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and "grad_norm"
+    averaged over the steps, and the number of "skipped" steps. It also has "metrics" by loss term, "measured"
+    (`make_preparation`), and "advantages" [P, G] or [P, G, T].
     """
     forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare = make_preparation(forward, algorithm, ppo, training)
 
-    def update(state: TrainState, batch: Batch, key: jax.Array | None) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         batch, measured = prepare(state, batch)
-        if key is None:
-            return step(state, minibatch_shapes(batch, training.minibatches))
         reports = []
         for epoch in range(training.inner_epochs):
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
@@ -316,7 +313,7 @@ class Learner:
     policy: Policy
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
-    update: Callable[[TrainState, Batch, jax.Array | None], tuple[TrainState, Metrics]]
+    update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
 
     def start(self, variables: Variables) -> TrainState:
         """Return the initial state, which takes over the trained weights.
@@ -325,11 +322,6 @@ class Learner:
         """
         state = commit_to_device(shard(self.fresh(variables), self.policy.mesh))
         return state._replace(rollout_weights=rollout_copy(state)) if self.config.training.async_level else state
-
-    def shapes(self, variables: Variables) -> TrainState:
-        """Return the shapes of the initial state on one device, without the weights that sample ahead."""
-        place = jax.tree.leaves(variables)[0].sharding
-        return jax.tree.map(lambda leaf: placed(leaf, place), jax.eval_shape(self.fresh, variables))
 
     def fresh(self, variables: Variables) -> TrainState:
         """Return the initial state, uncommitted."""

@@ -12,11 +12,10 @@ from pydantic import BaseModel
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs import loading, sft
+from grpo_jax.runs import sft, trainer
 from grpo_jax.sampling import sampler, samplers
 
 MADE: dict[Hashable, object] = {}
-COMPILES_AHEAD = loading.RunContext.compiles_ahead
 
 
 def key_of(value) -> Hashable:
@@ -58,7 +57,7 @@ def sharing(make):
 
 def share(patch) -> None:
     """Let runs in this process share what they compile."""
-    make = sharing(loading.make_learner)
+    make = sharing(trainer.make_learner)
 
     def make_learner(config, policy, iterations, **named):
         """With the run's own config; only a schedule that ends depends on how long a run is."""
@@ -74,9 +73,8 @@ def share(patch) -> None:
         key = "sft", key_of((ctx.policy, *read, ctx.config.sampling.temperature, ctx.allowed_tokens, ctx.trie))
         return state, MADE.setdefault(key, step)
 
-    patch.setattr(loading, "make_learner", make_learner)
+    patch.setattr(trainer, "make_learner", make_learner)
     patch.setattr(sft, "make_sft", make_sft)
-    patch.setattr(loading.RunContext, "compiles_ahead", False)  # a first update of its own shape is compiled as well
     for name in ("make_sampler", "make_episode_sampler", "make_ranker"):
         patch.setattr(samplers, name, sharing(getattr(samplers, name)))
     patch.setattr(sampler, "make_sampler", samplers.make_sampler)  # which commands import when they ask a policy

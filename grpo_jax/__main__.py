@@ -21,7 +21,7 @@ from grpo_jax.errors import (
 if __name__.endswith("__main__"):  # also of the script `grpo`; before slow imports
     exit_on_interrupt()
 
-from grpo_jax import completion, demo, evaluate, export, predict, recommend, report, train
+from grpo_jax import demo, evaluate, export, predict, recommend, report, train
 from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.planning import PLAN
 
@@ -37,12 +37,10 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   report      write a run's report.html again: DIR [--out FILE]
   recommend   recommend items with a run's policy: --run DIR --history "title | title"
   cartpole    train on CartPole, to see the algorithms learn in a minute: --algorithm grpo|gdpo|ppo
-  completion  print a script that completes these words: source <(grpo completion bash|zsh)
 
 grpo COMMAND --help lists the options. In Python: from grpo_jax import make_config, run, load_rewriter"""
 _OTHERS = {
     "cartpole": cartpole.main,
-    "completion": completion.main,
     "demo": demo.main,
     "evaluate": evaluate.main,
     "export": export.main,

@@ -2,9 +2,6 @@
 
 import contextlib
 import os
-import pty
-import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -222,63 +219,6 @@ def test_an_adapter_on_the_command_line_takes_the_place_of_a_rank_in_the_file(tm
     assert parse([*config, "--policy.lora.alpha=8"]).policy.lora.rank == 8
     with pytest.raises(UserError, match=r"policy\.lora\.path: expected no rank"):
         parse([*config, "--policy.lora.path=adapter", "--policy.lora.rank=4"])  # who says both means one of them
-
-
-COMPLETED = {
-    "grpo pl": "plan",
-    'grpo completion ""': "bash zsh",
-    "grpo train --algorithm.pre": "--algorithm.preset",
-    "grpo resume runs/a --training.max_s": "--training.max_steps",
-    "grpo train --seed 1 --algorithm.preset d": "dapo dppo_tv dr_grpo drpo",
-    "grpo train --algorithm.preset = ci": "cispo",
-    "grpo train --task rec": "recommendation",
-    "grpo train --config recommendation_b": "recommendation_beauty recommendation_beauty_ranking",
-    "grpo train --config my": "my folder my.yaml",
-    "grpo train --data.prompts q": "questions.jsonl",
-    'grpo train --training.max_steps ""': "",
-    "grpo plan --targ": "--target",
-    "grpo export --dt": "--dtype",
-    "grpo cartpole --obj": "--objectives",
-}
-
-
-@pytest.fixture
-def shelf(tmp_path, capsys):
-    """A folder with files to complete, and the scripts for both shells."""
-    (tmp_path / "my folder").mkdir()
-    for name in ("my.yaml", "questions.jsonl"):
-        (tmp_path / name).touch()
-    for shell in ("bash", "zsh"):
-        assert __main__.main(["completion", shell]) == 0
-        (tmp_path / f"grpo.{shell}").write_text(capsys.readouterr().out)
-    return tmp_path
-
-
-def test_bash_completes_commands_fields_values_and_files_without_a_process(shelf):
-    ask = 'ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _grpo; echo "${COMPREPLY[*]}"; }'
-    script = "\n".join(["source ./grpo.bash; PATH=", ask, *(f"ask {line}" for line in COMPLETED)])
-    done = subprocess.run(["bash", "--norc", "-c", script], cwd=shelf, capture_output=True, text=True)
-    assert not done.stderr
-    for (line, words), found in zip(COMPLETED.items(), done.stdout.splitlines(), strict=True):
-        assert sorted(found.split()) == sorted(words.split()), line
-
-
-@pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
-def test_zsh_completes_a_typed_line(shelf):
-    ours, theirs = pty.openpty()
-    zsh = subprocess.Popen(["zsh", "-f", "-i"], cwd=shelf, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    os.write(ours, b"grpo() { echo given: $@; }; source ./grpo.zsh; zstyle ':completion:*' insert-tab false\n")
-    for line in ("grpo train --algorithm.pres", "grpo train --config quest", "grpo pl"):
-        os.write(ours, f"{line}\t\n".encode())
-    os.write(ours, b"exit\n")
-    shown = b""
-    with contextlib.suppress(OSError):  # the end, on Linux
-        while chunk := os.read(ours, 2**16):
-            shown += chunk
-    assert zsh.wait() == 0
-    given = re.findall(r"\ngiven: (.*?) *\r", shown.decode())
-    assert given == ["train --algorithm.preset", "train --config questions.jsonl", "plan"]
 
 
 def test_training_starts_once_more_with_memory_settings_and_no_more(tmp_path):

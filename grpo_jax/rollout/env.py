@@ -95,7 +95,7 @@ class Episode:
         return replace(self, turns=tuple(replace(turn, rewards=dict(turn.rewards)) for turn in self.turns))
 
     def __reduce__(self) -> tuple[type[Episode], tuple[tuple[Turn, ...], bool]]:
-        return Episode, (self.turns, self.final)
+        return Episode, (copy.deepcopy(self).turns, self.final)  # with rewards in dicts, which can be pickled
 
     @property
     def last(self) -> Turn:

@@ -1,6 +1,9 @@
 """Episodes of a tiny policy from sampler to gradient: one stream, with the numbers of long prompts."""
 
 import functools
+import pickle
+from threading import Lock
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -328,6 +331,13 @@ def test_an_environment_changes_its_own_copies_alone():
         shown, _ = collect_observations(step, rows, episodes)
     canvas += 1
     assert shown.pictures[0].max() == 0
+
+
+def test_an_episode_can_be_pickled_without_what_its_environment_keeps():
+    """As for a reward in another process: whatever the mapping of its rewards, and the objects in its memory."""
+    episode = Episode((Turn("b", rewards=MappingProxyType({"count": 1.0})),), final=True, memory={"lock": Lock()})
+    came = pickle.loads(pickle.dumps(episode))
+    assert came == episode and came.last.rewards == {"count": 1.0} and came.memory == {}
 
 
 def test_a_run_of_episodes_that_all_end_is_over():

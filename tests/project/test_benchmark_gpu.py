@@ -112,7 +112,8 @@ def test_a_killed_driver_keeps_what_was_measured(tmp_path):
     out, errors = tmp_path / "gpu.json", tmp_path / "errors.txt"
     with errors.open("w") as stream:
         words = command("--parts", "handover", "kernels", "--out", str(out))
-        driver = subprocess.Popen(words, stderr=stream, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+        driver = subprocess.Popen(words, stderr=stream, env=env)
         parts, deadline = {}, time.monotonic() + 400
         while not parts.get("kernels", {}).get("measurements") and time.monotonic() < deadline:
             parts = json.loads(out.read_text())["parts"] if out.exists() else {}

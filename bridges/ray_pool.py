@@ -150,12 +150,14 @@ def _copied(value: Any, device: Any = "cpu") -> Any:
         return value.copy()
     if "torch" not in sys.modules:
         return value
+    import torch
     from torch.utils._pytree import tree_map
 
     from bridges.loading import torch_device
 
-    target = torch_device(device)
-    return tree_map(lambda leaf: leaf.detach().to(target, copy=True) if _is_tensor(leaf) else leaf, value)
+    # Ray sends no tensor of a single row whose last stride is not 1.
+    options = {"device": torch_device(device), "copy": True, "memory_format": torch.contiguous_format}
+    return tree_map(lambda leaf: leaf.detach().to(**options) if _is_tensor(leaf) else leaf, value)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -55,6 +55,9 @@ class Loaded:
     def squares(self, numbers):
         return numbers**2
 
+    def corners(self, images):
+        return images[:, 0, 0, 0]
+
     def sizes(self, texts):
         return [len(texts)] * len(texts)
 

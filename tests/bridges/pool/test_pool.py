@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("ray")
 
@@ -42,6 +43,7 @@ def test_actors_answer_as_the_judge_does(judge):
     assert judge.lengths(TEXTS) == [len(text) for text in TEXTS]
     assert judge.lengths(TEXTS, times=3) == [3 * len(text) for text in TEXTS]
     np.testing.assert_array_equal(judge.squares(np.arange(30.0)), np.arange(30.0) ** 2)
+    assert judge.corners(torch.ones(1, 3, 4, 4)).tolist() == [1.0]
     assert judge.sizes(TEXTS) == [4] * 28 + [2] * 2  # the judge's own batches, in their order
     assert judge.lengths([]) == []
     assert str(judge) == "an odd judge; 2 actors of a Ray cluster, 4 rows at a time"

@@ -40,6 +40,16 @@ def distributed_client() -> Any:
     return _state().client
 
 
+ALIVE = "grpo_jax/alive"
+"""Prefix of the keys in which processes show each other that they live, or leave."""
+
+
+def announce_exit() -> None:
+    """Let the other processes know that this one leaves the run, so that they need not find out."""
+    with suppress(jax.errors.JaxRuntimeError):
+        distributed_client().key_value_set(f"{ALIVE}/gone", "1", allow_overwrite=True)
+
+
 def process_count() -> int:
     """Return the number of processes of the run."""
     return _state().num_processes

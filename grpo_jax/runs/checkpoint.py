@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from grpo_jax.errors import UserError, complain, short_repr
-from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
+from grpo_jax.models.broadcast import announce_exit, broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.directory import disk_errors, disk_reason, retry_write, saved_steps
 from grpo_jax.runs.session import Record as Meta
@@ -282,6 +282,7 @@ class Checkpoints:
         """Wait for the other processes in Orbax's thread; after a failed write end, or they would wait for minutes."""
         if error := sys.exc_info()[1]:
             complain(f"error: process {jax.process_index()}: cannot write a checkpoint ({disk_reason(error)})")
+            announce_exit()
             os._exit(2)
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 

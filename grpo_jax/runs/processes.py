@@ -26,6 +26,8 @@ from grpo_jax.config.fields import flat, require
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, complain, one_line
 from grpo_jax.models.broadcast import (
+    ALIVE,
+    announce_exit,
     distributed_client,
     exchange,
     from_main_process,
@@ -39,7 +41,6 @@ from grpo_jax.runs.directory import LOCK
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SILENT_SECONDS = 100.0
 """As JAX's own limit, which a process on a loaded machine keeps; JAX's is twice as long here, since it aborts."""
-_BEATS = "grpo_jax/alive"
 _LEAVING_SECONDS = 10
 _SHARED_SECONDS = 10.0  # longest delay until a network file system shows a new file
 _PACKAGES = (
@@ -212,15 +213,15 @@ def _watch(run_dir: str, done: threading.Event) -> None:
     client, mine, heard = distributed_client(), str(process_index()), {}
     with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and JAX aborts
         while not done.wait(SILENT_SECONDS / 20):
-            client.key_value_set(f"{_BEATS}/{mine}", str(time.monotonic()), allow_overwrite=True)
-            signs, now = dict(client.key_value_dir_get(_BEATS)), time.monotonic()
+            client.key_value_set(f"{ALIVE}/{mine}", str(time.monotonic()), allow_overwrite=True)
+            signs, now = dict(client.key_value_dir_get(ALIVE)), time.monotonic()
             for name, sign in signs.items():
                 if heard.get(name, ("", 0))[0] != sign:
                     heard[name] = sign, now
             silent = any(sign != "done" and now - since > SILENT_SECONDS for sign, since in heard.values())
-            if f"{_BEATS}/gone" in signs or (mine == "0" and silent):
+            if f"{ALIVE}/gone" in signs or (mine == "0" and silent):
                 _leave(run_dir)
-        client.key_value_set(f"{_BEATS}/{mine}", "done", allow_overwrite=True)
+        client.key_value_set(f"{ALIVE}/{mine}", "done", allow_overwrite=True)
 
 
 _leaving = threading.Lock()
@@ -231,8 +232,7 @@ def _leave(run_dir: str) -> None:
     _leaving.acquire()  # by one thread, which ends them all
     again = f"its last checkpoint is sound; continue with --resume --run_dir {run_dir}"
     complain(f"error: another process of the run is gone: {again}")
-    with suppress(jax.errors.JaxRuntimeError):
-        distributed_client().key_value_set(f"{_BEATS}/gone", "1", allow_overwrite=True)
+    announce_exit()
     if process_index() == 0:  # the others talk through it
         time.sleep(SILENT_SECONDS / 10)
     os._exit(1)

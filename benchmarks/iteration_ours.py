@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
-from grpo_jax.models.hf import read_folder
+from grpo_jax.models.hf.folder import read_folder
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.pictures import Picture, pack_rows

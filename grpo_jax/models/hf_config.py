@@ -54,30 +54,16 @@ WIDTHS = list_of(whole(0, 2**20), "a list of whole numbers")
 LAYER_NUMBERS = list_of(whole(0, 2**24), "a list of layers")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "clip_qkv": (),
-    "dual_chunk_attention_config": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (),
-    "hidden_dropout": (0,),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_dropout"), (0,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "partial_rotary_factor"), (1,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), (1,)),
+    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"), ()),
+    **dict.fromkeys(("clip_qkv", "dual_chunk_attention_config", "quantization_config", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("is_encoder_decoder", "parallel_residual", "rope_interleaved"), (False,)),
+    **dict.fromkeys(("use_bidirectional_attention", "use_mrope"), (False,)),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1)),
     "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
     "no_rope_layers": ((), []),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "parallel_residual": (False,),
-    "partial_rotary_factor": (1,),
-    "quantization_config": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "resid_dropout": (0,),
-    "rope_interleaved": (False,),
-    "use_bidirectional_attention": (False,),
-    "use_mrope": (False,),
 }
 """Neutral values of fields by which other models change the result; a folder with another value is refused."""
 

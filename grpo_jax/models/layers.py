@@ -28,11 +28,9 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
-
 # Sharding of a projection along the tensor axis: each device computes some of its outputs, or reads some of its inputs.
 # A fused projection is not sharded, since its outputs are several concatenated parts.
 COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
-
 
 _NARROW = "narrow product"  # checkpoint name of its results: rematerialisation does not see into custom gradients
 
@@ -281,27 +279,24 @@ class MLP(nn.Module):
     """MLP with one linear output, which is squeezed: `[.., F]` → `[..]`."""
 
     hidden: Sequence[int]
-    activation: str
     output_scale: float
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map observations `[.., F]` to one number each, `[..]`."""
         for width in self.hidden:
-            x = ACTIVATIONS[self.activation](nn.Dense(width, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
+            x = jnp.tanh(nn.Dense(width, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
         return nn.Dense(1, kernel_init=nn.initializers.orthogonal(self.output_scale))(x)[..., 0]
 
 
-def make_mlp(
-    features: int, *, hidden: Sequence[int] = (64,), activation: str = "tanh", output_scale: float = 0.01
-) -> Network:
-    """Make an MLP of F inputs with one output: the log-odds of one of two actions, or a value.
+def make_mlp(features: int, *, hidden: Sequence[int] = (64,), output_scale: float = 0.01) -> Network:
+    """Make a tanh MLP of F inputs with one output: the log-odds of one of two actions, or a value.
 
     Initialisation is orthogonal with gain √2 in the hidden layers, and biases are zero, as in PPO's reference code
     (https://arxiv.org/abs/2005.12729, table 1). `output_scale` is the last layer's gain; if small, a policy starts
     near uniform. Without hidden layers the network is linear.
     """
-    module = MLP(tuple(hidden), activation, output_scale)
+    module = MLP(tuple(hidden), output_scale)
 
     def init(key: jax.Array) -> PyTree:
         return module.init(key, jnp.zeros((1, features)))["params"]

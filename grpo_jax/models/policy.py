@@ -16,12 +16,13 @@ from grpo_jax.config.sections import PolicySection
 from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, empty_cache, platform_of
 from grpo_jax.models.decoder import Decoder, fuse_projections, fused_config, separate, unstack_and_fuse
-from grpo_jax.models.hf.chat import Message, conversation_encoder
+from grpo_jax.models.hf import folder as hf
+from grpo_jax.models.hf.chat import Message, Tokenizer, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, lora_config, save_adapters
+from grpo_jax.models.hf.weights import shapes
 from grpo_jax.models.hf_config import as_user_error
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
@@ -227,7 +228,7 @@ class Policy:
         dtype = wide(operands[0].dtype)
         operands = tuple(operand.astype(self._narrowed(operand.dtype)) for operand in operands)
         products = jnp.einsum(subscripts, *operands, precision=self.precision, preferred_element_type=dtype)
-        return capped(products, self.softcap)
+        return capped(products, self.config.logit_softcap)
 
     def token_logprobs(
         self,
@@ -248,7 +249,7 @@ class Policy:
             nodes: i32 [P, G, T] with a trie, the node before each token; by default completions start at its root.
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
         """
-        head, options = self.head(variables), options | {"softcap": self.softcap}
+        head, options = self.head(variables), options | {"softcap": self.config.logit_softcap}
         hidden = hidden.astype(self._narrowed(hidden.dtype))
         with self._precise():
             if trie is not None and nodes is None:
@@ -342,11 +343,6 @@ class Policy:
         return jnp.bfloat16 if self.products == "bfloat16" else dtype
 
     @property
-    def softcap(self) -> float | None:
-        """Return the softcap of the logits; None for none."""
-        return self.config.logit_softcap
-
-    @property
     def max_positions(self) -> int | None:
         """Return the limit of prompt plus completion tokens (learned positions and LongRoPE); None without one."""
         architecture = architecture_of(self.config)
@@ -371,7 +367,7 @@ class Policy:
         return self.source
 
     @property
-    def tokenizer(self) -> hf.Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """Return the folder's Hugging Face tokenizer."""
         return self.folder.tokenizer
 
@@ -494,7 +490,7 @@ def load_policy(
     if lora is not None:
         if section.lora.path is None:
             key = jax.random.fold_in(jax.random.key(seed), 2**30)
-            adapters = init_adapters(hf.shapes(config), key, lora, tower)
+            adapters = init_adapters(shapes(config), key, lora, tower)
         else:
             adapters = load_adapters(section.lora.path, config)[1]
         variables["lora"] = put(adapters)

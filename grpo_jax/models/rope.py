@@ -121,11 +121,7 @@ _ROPE_KINDS = {
     "mrope_section": hf_config.WIDTHS,
     "type": hf_config.NAME,
 }
-
-
 _ROPE_NEUTRAL = {"partial_rotary_factor": (1,), "truncate": (True,), "mscale": (), "mscale_all_dim": ()}
-
-
 _NEEDED = {
     "llama3": ("low_freq_factor", "high_freq_factor", "max_position_embeddings"),
     "yarn": ("max_position_embeddings",),

@@ -22,8 +22,8 @@ from grpo_jax.config.files import load_json
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig
+from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.hf.weights import read_json_file

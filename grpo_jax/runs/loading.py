@@ -23,8 +23,8 @@ from grpo_jax.config.run import POLICY, Config
 from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, on_all_processes, process_count
+from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
 from grpo_jax.models.vision.pictures import Pictures

@@ -16,8 +16,8 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import LoraSection, MeshSection
 from grpo_jax.errors import UserError, short_name
-from grpo_jax.models import hf
 from grpo_jax.models.broadcast import process_count
+from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.hf.weights import weight_files
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.policy import Policy, load_policy

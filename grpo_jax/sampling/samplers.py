@@ -13,8 +13,8 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf import PolicyFolder
 from grpo_jax.models.hf.chat import Tokenizer, plain_tokens, special_ids
+from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree

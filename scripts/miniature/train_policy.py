@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from bridges.miniature import world
 from grpo_jax.config.sections import OptimizerSection
 from grpo_jax.core import losses
-from grpo_jax.models import hf
+from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective

@@ -15,7 +15,7 @@ from support import torch_reference as reference  # noqa: E402
 from support.folders import load_folder  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.hf import folder as hf  # noqa: E402
 from grpo_jax.models.policy import Policy, load_policy  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

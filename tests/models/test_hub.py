@@ -11,7 +11,7 @@ import pytest
 from support.served import Handler, serving
 
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
+from grpo_jax.models.hf import folder as hf
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -80,7 +80,7 @@ class Hub(Handler):
 RESOLVE = """
 import sys
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
+from grpo_jax.models.hf import folder as hf
 for name in sys.argv[1:]:
     try:
         print(hf.resolve_folder(name))

@@ -16,7 +16,7 @@ from support.folders import load_folder  # noqa: E402
 from support.tiny_decoders import merged_params  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.hf import folder as hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402

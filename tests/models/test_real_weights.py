@@ -113,7 +113,7 @@ def test_logits_are_transformers_in_and_beyond_the_window(gemma):
 
 
 def assert_same_greedy_text(folder, model, prompts):
-    from grpo_jax.models import hf
+    from grpo_jax.models.hf import folder as hf
 
     expected = expected_greedy_texts(model[0], model[1], prompts, NEW_TOKENS, hf.read_folder(folder).eos_ids)
     texts = greedy_texts(folder, prompts, NEW_TOKENS)

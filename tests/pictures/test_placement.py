@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProce
 
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
+from grpo_jax.models.hf import folder as hf
 from grpo_jax.rollout.data import as_chat_messages
 from grpo_jax.rollout.encoding import load_image_processor, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set

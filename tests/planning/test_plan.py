@@ -12,8 +12,8 @@ from support.imports import ROOT
 from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.lora import count_weights, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.tower import tower_shapes

@@ -177,7 +177,7 @@ import grpo_jax.training.update, grpo_jax.sampling.sampler, grpo_jax.train, grpo
 assert not {{*{HEAVY}, "bridges.placement"}} & set(sys.modules), "commands"
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a backend"
-from grpo_jax.models import hf
+from grpo_jax.models.hf import folder as hf
 hf.load_tokenizer("bridges/miniature/weights/policy")
 assert "torch" not in sys.modules, "a tokenizer"
 """

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from grpo_jax.models import hf
+from grpo_jax.models.hf import folder as hf
 
 
 class Loaded(NamedTuple):

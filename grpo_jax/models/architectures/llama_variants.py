@@ -114,14 +114,6 @@ def _phi_rope(fields: hf_config.ConfigJson, head_dim: int) -> RopeConfig:
     )
 
 
-def _phi_longest(config: DecoderConfig) -> int | None:
-    """Return the length of short sequences, beyond which LongRoPE uses another table from the first token on.
-
-    A completion past that length would change its prompt's keys, so it is refused.
-    """
-    return config.rope.original_length or None
-
-
 PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     model_types=(PHI3,),
     read=read_phi3,
@@ -129,7 +121,8 @@ PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     naming=llama.NAMING._replace(
         modules=llama.NAMING.modules | {"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
     ),
-    longest=_phi_longest,
+    # Beyond it LongRoPE uses another table from the first token on: a completion would change its prompt's keys.
+    longest=lambda config: config.rope.original_length or None,
 )
 
 
@@ -212,8 +205,6 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
     )
 
 
-_PARTS = ("gate", "up", "down")
-
 QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     model_types=(QWEN3_MOE,),
     read=read_qwen3_moe,
@@ -221,7 +212,7 @@ QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     naming=llama.NAMING._replace(
         modules=llama.NAMING.modules
         | {"router": "mlp.gate"}
-        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in _PARTS},
+        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
     ),
 )
 

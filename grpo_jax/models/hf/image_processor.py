@@ -23,19 +23,12 @@ if TYPE_CHECKING:
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of settings: under "image_processor" of the first (transformers 5), or alone in the second."""
-
-
 TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 """Pixels along the sides of a picture by default: 256 tokens, and whole windows."""
-
-
 LONGEST_SHAPE = 200
 """The largest ratio of sides that the processor takes."""
-
-
 _PIXELS = hf_config.whole(1, 2**31 - 1)
-
 _THREE_NUMBERS = hf_config.Kind(
     "three finite numbers",
     lambda value: (

@@ -247,43 +247,31 @@ def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str,
     }
 
 
-_PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
 _PLAIN_MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
+_QWEN3_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+_GATED_MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
 
 _QWEN2_VL = TowerArchitecture(
     gated=False,
     norm=LayerNorm,
     patch_bias=False,
-    projections=_PROJECTIONS,
+    projections={"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS},
     names=names_of({"fc1": "fc1", "fc2": "fc2"}, _PLAIN_MERGER),
 )
-
-_MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
-
-_QWEN2_5_VL = TowerArchitecture(
-    gated=True,
-    norm=RMSNorm,
-    patch_bias=False,
-    projections={"qkv": FUSED, "proj": ROWS, **_MLP},
-    names=names_of({name: name for name in _MLP}, _PLAIN_MERGER),
-)
-
-_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
-
-_QWEN3_VL = TowerArchitecture(
-    gated=False,
-    norm=LayerNorm,
-    patch_bias=True,
-    projections=_PROJECTIONS,
-    names=names_of({"fc1": "linear_fc1", "fc2": "linear_fc2"}, _MERGER)
-    | {"pos_embed": "pos_embed"}
-    | {f"deepstack/{name}": f"deepstack_merger_list.{{}}.{theirs}" for name, theirs in _MERGER.items()},
-)
-
 TOWERS: dict[str, TowerArchitecture] = {
     "qwen2_vl": _QWEN2_VL,
-    "qwen2_5_vl": _QWEN2_5_VL,
-    "qwen3_vl": _QWEN3_VL,
+    "qwen2_5_vl": _QWEN2_VL._replace(
+        gated=True,
+        norm=RMSNorm,
+        projections={"qkv": FUSED, "proj": ROWS, **_GATED_MLP},
+        names=names_of({name: name for name in _GATED_MLP}, _PLAIN_MERGER),
+    ),
+    "qwen3_vl": _QWEN2_VL._replace(
+        patch_bias=True,
+        names=names_of({"fc1": "linear_fc1", "fc2": "linear_fc2"}, _QWEN3_MERGER)
+        | {"pos_embed": "pos_embed"}
+        | {f"deepstack/{name}": f"deepstack_merger_list.{{}}.{theirs}" for name, theirs in _QWEN3_MERGER.items()},
+    ),
 }
 
 

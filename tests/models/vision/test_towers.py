@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from flax.traverse_util import flatten_dict  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
-from grpo_jax.models import hf  # noqa: E402
+from grpo_jax.models.hf import folder as hf  # noqa: E402
 from grpo_jax.models.hf.weights import tower_table  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision import tower as tower_module  # noqa: E402

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -56,28 +57,24 @@ class Towers(Protocol):
         """Return the features of tokens."""
 
 
+_CACHE_SIZE = 4096  # texts
+
+
+@dataclass(eq=False)
 class Scorer:
     """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, on `device`."""
 
-    def __init__(
-        self,
-        model: Towers,
-        tokenizer: Callable[[list[str]], torch.Tensor],
-        preprocess: Preprocess,
-        *,
-        name: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        batch_size: int,
-    ):
-        self.name = name
-        self.device = device
-        self.model = model
-        self._tokenizer = tokenizer
-        self._preprocess = preprocess
-        self._dtype = dtype
-        self._batch_size = batch_size
-        self._cache_size = 4096  # texts
+    model: Towers
+    tokenizer: Callable[[list[str]], torch.Tensor]
+    preprocess: Preprocess
+    _: KW_ONLY
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        """Start with an empty cache of texts."""
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
         self.width = self.text_features([""]).shape[-1]
 
@@ -104,9 +101,9 @@ class Scorer:
     def _image_features(self, images: torch.Tensor) -> torch.Tensor:
         features = []
         with torch.no_grad():
-            for batch in images.split(self._batch_size):
-                pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
-                features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
+            for batch in images.split(self.batch_size):
+                pixels = self.preprocess(batch.detach().to(self.device, torch.float32))
+                features.append(self._encode(self.model.encode_image, pixels.to(self.dtype)))
         return torch.cat(features)
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
@@ -115,15 +112,15 @@ class Scorer:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}
         missing = [text for text in dict.fromkeys(texts) if text not in features]
-        for start in range(0, len(missing), self._batch_size):
-            batch = missing[start : start + self._batch_size]
+        for start in range(0, len(missing), self.batch_size):
+            batch = missing[start : start + self.batch_size]
             with torch.no_grad():
-                encoded = self._encode(self.model.encode_text, self._tokenizer(batch).to(self.device))
+                encoded = self._encode(self.model.encode_text, self.tokenizer(batch).to(self.device))
             features.update(zip(batch, encoded.clone(), strict=True))
         for text in texts:
             self._texts[text] = features[text]
             self._texts.move_to_end(text)
-        while len(self._texts) > self._cache_size:
+        while len(self._texts) > _CACHE_SIZE:
             self._texts.popitem(last=False)
         return torch.stack([features[text] for text in texts])
 
@@ -138,5 +135,5 @@ class Scorer:
     def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
         count = len(inputs)
-        padding = inputs[-1:].expand(self._batch_size - count, *inputs.shape[1:])
+        padding = inputs[-1:].expand(self.batch_size - count, *inputs.shape[1:])
         return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,35 +131,22 @@ def quiet_loading() -> Iterator[None]:
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_CLIP_G, _T5, _WIDTHS = 694_659_840, 4_762_310_656, (128, 256, 512, 512)
-PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
-    "stabilityai/stable-diffusion-3-medium-diffusers": (
-        {"transformer": 2_084_951_104, "vae": 83_819_683}
-        | {"text_encoder": 123_650_304, "text_encoder_2": _CLIP_G, "text_encoder_3": _T5},
-        _WIDTHS,
-        1024,
-    ),
-    "stabilityai/sdxl-turbo": (
-        {"unet": 2_567_463_684, "vae": 83_653_863, "text_encoder": 123_060_480, "text_encoder_2": _CLIP_G},
-        _WIDTHS,
-        512,
-    ),
-    "black-forest-labs/FLUX.1-schnell": (
-        {"transformer": 11_891_178_560, "vae": 83_819_683, "text_encoder": 123_060_480, "text_encoder_2": _T5},
-        _WIDTHS,
-        1024,
-    ),
-}
-"""Parameters of each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
+_PUBLISHED_WIDTHS = (128, 256, 512, 512)  # of the VAE's blocks, in all published pipelines
+
+
+@functools.cache
+def published() -> Mapping[str, Mapping[str, Any]]:
+    """Read the sizes of some pipelines and models of the hub: parameters, and edges of pictures."""
+    return load_json(Path(__file__).with_name("published.json"))
 
 
 def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     """Return the parameters of each model of a pipeline, its VAE's block widths, and its pictures' edge in pixels.
 
-    `path` is a folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature". UserError if a config is missing or invalid.
+    `path` is a folder, a hub id of `published`, or "miniature". UserError if a config is missing or invalid.
     """
-    if path in PUBLISHED_PIPELINES:
-        return PUBLISHED_PIPELINES[path]
+    if listed := published()["pipelines"].get(path):
+        return listed["parameters"], _PUBLISHED_WIDTHS, listed["edge"]
     folder = bundled(path, "renderer") or local_folder(path)
     if folder is None:
         raise UserError(f"{path}: its size is not known; give a folder with the components' config.json")
@@ -213,9 +201,11 @@ def clip_size(model: str) -> int:
 
 
 def model_size(path: str, auto: str = "AutoModel") -> int:
-    """Count the parameters of a transformers folder's model; `auto` is its Auto class."""
+    """Count the parameters of a transformers folder's model, or a hub id of `published`; `auto` is its Auto class."""
     import transformers
 
+    if path in published()["models"]:
+        return published()["models"][path]
     folder = local_folder(path)
     if folder is None:
         raise UserError(f"{path}: its size is not known; give a folder with its config.json")

@@ -12,6 +12,8 @@ from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutab
 from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from bridges.diffusion import RenderSettings
 
 
@@ -32,11 +34,14 @@ class ModelJudge(Judge):
     """Type of its weights."""
 
     def check(self) -> None:
-        """Refuse a missing folder, without reading weights."""
+        """Refuse a missing or an unsuitable folder, without reading weights."""
         from bridges.loading import load_config, local_folder
 
         if local_folder(self.path) is not None:
-            load_config(self.path)
+            self.check_config(load_config(self.path))
+
+    def check_config(self, config: PretrainedConfig) -> None:
+        """Raise UserError if the model's config does not suit the judge."""
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights, and an allowance for a batch."""

@@ -9,17 +9,10 @@ from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 
 if TYPE_CHECKING:
     import torch
-    from transformers import CLIPConfig
     from transformers import CLIPModel as TransformersClip
+    from transformers import PretrainedConfig
 
     from bridges.clip import Preprocess, Scorer
-
-PUBLISHED: dict[str, int] = {
-    "yuvalkirstain/PickScore_v1": 986_109_441,
-    "openai/clip-vit-large-patch14": 427_616_513,
-    "openai/clip-vit-base-patch32": 151_277_313,
-}
-"""Parameters of models on the hub."""
 
 
 class ClipModel(ModelJudge):
@@ -30,13 +23,6 @@ class ClipModel(ModelJudge):
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures or texts per batch."""
 
-    def check(self) -> None:
-        """Refuse a missing folder, or one with another model, without reading weights."""
-        from bridges.loading import local_folder
-
-        if local_folder(self.path) is not None:
-            self._model_config()
-
     def load(self, device: str) -> Scorer:
         """Load the model with its tokenizer and image processor on "cpu" or "gpu:N".
 
@@ -46,9 +32,11 @@ class ClipModel(ModelJudge):
         from transformers import AutoTokenizer, CLIPModel
 
         from bridges.clip import Scorer
-        from bridges.loading import DTYPES, load_complete, load_part, torch_device
+        from bridges.loading import DTYPES, load_complete, load_config, load_part, torch_device
 
-        window = self._model_config().text_config.max_position_embeddings
+        config = load_config(self.path)
+        self.check_config(config)
+        window = config.text_config.max_position_embeddings
         options = {"padding": "max_length", "truncation": True, "max_length": window, "return_tensors": "pt"}
         target = torch_device(device)
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer")
@@ -68,15 +56,12 @@ class ClipModel(ModelJudge):
         """Return the weights; activations are some tens of megabytes."""
         from bridges import loading
 
-        count = PUBLISHED.get(self.path) or loading.model_size(self.path)
-        return [("CLIP", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
+        weights = loading.model_size(self.path) * loading.ITEM_BYTES[self.dtype]
+        return [("CLIP", weights, self.dtype), ("scoring", 2**28, "allowance")]
 
-    def _model_config(self) -> CLIPConfig:
-        from bridges.loading import load_config
-
-        config = load_config(self.path)
+    def check_config(self, config: PretrainedConfig) -> None:
+        """Refuse another model."""
         require(config.model_type == "clip", self.path, "a CLIPModel of transformers", f"a {config.model_type} model")
-        return config
 
     def _preprocess(self) -> Preprocess:
         """Return the transform of the folder's image processor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridges.judges import ModelJudge
@@ -31,12 +32,9 @@ class SequenceClassification(ModelJudge):
     max_tokens: PositiveCount = 4096
     """Most tokens of a prompt with its answer; a longer text loses its beginning."""
 
-    def check(self) -> None:
-        """Refuse a missing folder, or one without such a label, without reading weights."""
-        from bridges.loading import load_config, local_folder
-
-        if local_folder(self.path) is not None:
-            self._column(load_config(self.path))
+    def check_config(self, config: PretrainedConfig) -> None:
+        """Refuse a model without such a label."""
+        self._column(config)
 
     def load(self, device: str) -> RewardModel:
         """Load the model on "cpu" or "gpu:N".
@@ -69,30 +67,20 @@ class SequenceClassification(ModelJudge):
         return names.index(self.label)
 
 
+@dataclass(eq=False)
 class RewardModel:
-    """A loaded reward model, itself a reward."""
+    """A loaded reward model, itself a reward; `_column` is the output for it."""
 
-    def __init__(
-        self,
-        config: SequenceClassification,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device,
-        column: int,
-        max_length: int,
-    ):
-        """Take the parts from `SequenceClassification.load`; `column` is the output for the reward."""
-        self.device = device
-        self.name = config.path
-        self._model = model
-        self._tokenizer = tokenizer
-        self._column = column
-        self._max_length = max_length
-        self._batch_size = config.batch_size
+    _config: SequenceClassification
+    _model: PreTrainedModel
+    _tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    _column: int
+    _max_length: int
 
     def __str__(self) -> str:
         form = "its chat template" if self._tokenizer.chat_template else "pairs"
-        return f"{self.name}: {type(self._model).__name__}, {form}, {self._max_length} tokens, on {self.device}"
+        return f"{self._config.path}: {type(self._model).__name__}, {form}, {self._max_length} tokens, on {self.device}"
 
     def __call__(
         self,
@@ -119,8 +107,9 @@ class RewardModel:
         rows = [self._texts(*pair) for pair in zip(conversations, completions, strict=True)]
         scores = torch.zeros(len(rows), device=self.device)
         order = sorted(range(len(rows)), key=lambda row: sum(map(len, rows[row])))  # reduces padding
-        for start in range(0, len(rows), self._batch_size):
-            batch = order[start : start + self._batch_size]
+        size = self._config.batch_size
+        for start in range(0, len(rows), size):
+            batch = order[start : start + size]
             inputs = self._tokenizer(
                 *(list(texts) for texts in zip(*(rows[row] for row in batch), strict=True)),
                 add_special_tokens=not self._tokenizer.chat_template,  # a template adds them

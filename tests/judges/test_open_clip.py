@@ -19,7 +19,7 @@ TEXTS = ["a red dog", "two cats", "", "a " * 75 + "dog"]  # the last is longer t
 
 def load_scorer(model, batch_size=32, **fields):
     scorer = OpenClip(model=str(model), **fields).load("cpu")
-    scorer._batch_size = batch_size
+    scorer.batch_size = batch_size
     return scorer
 
 

@@ -26,20 +26,20 @@ _WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
 
 
 class Gpu(NamedTuple):
-    """Figures of a CUDA GPU: bytes, FLOP/s of bfloat16 products, bytes/s, and XLA's parameters."""
+    """Figures of a CUDA GPU: bytes, FLOP/s of bfloat16 products, bytes/s, capability, and XLA's parameters."""
 
     title: str
     memory: int
     flops: float
     bandwidth: float
     capability: tuple[int, int]
-    cores: int
-    fpus: int
-    threads: int
-    shared: int
-    shared_optin: int
-    clock: float
-    cache: int
+    core_count: int
+    fpus_per_core: int
+    threads_per_core_limit: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    clock_rate_ghz: float
+    l2_cache_size: int
 
 
 class Tpu(NamedTuple):
@@ -150,20 +150,14 @@ def _figures(kind: Gpu) -> str:
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_core": kind.shared,
-        "core_count": kind.cores,
-        "fpus_per_core": kind.fpus,
         "block_dim_limit_x": 2**31 - 1,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
-        "threads_per_core_limit": kind.threads,
         "memory_bandwidth": int(kind.bandwidth),
-        "l2_cache_size": kind.cache,
-        "clock_rate_ghz": kind.clock,
         "device_memory_size": kind.memory,
-        "shared_memory_per_block_optin": kind.shared_optin,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
+        **dict(zip(kind._fields[5:], kind[5:], strict=True)),
     }
     major, minor = kind.capability
     listed = " ".join(f"{name}: {value}" for name, value in figures.items())
@@ -177,7 +171,7 @@ def lowering_for(target: Target) -> AbstractContextManager[None]:
     """Return a context in which Pallas lowers kernels for the target's GPU; from jax 0.12 on it needs a GPU."""
     if not isinstance(target.kind, Gpu) or target.platform != "cuda":
         return nullcontext()
-    device = AbstractDevice(f"NVIDIA {_KNOWN[target.kind.capability]}", target.kind.cores, "gpu")
+    device = AbstractDevice(f"NVIDIA {_KNOWN[target.kind.capability]}", target.kind.core_count, "gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 

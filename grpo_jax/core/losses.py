@@ -78,11 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # LUSPO, https://arxiv.org/abs/2602.05261. GSPO's loss times the row's length; mean over rows.
     "luspo": {"surrogate": Clip(2e-3, 2.5e-3), "ratio": "sequence", "aggregation": FixedLength(1)},
     # GMPO, https://arxiv.org/abs/2507.20673. The geometric mean of a row's clipped ratios; mean over rows.
-    "gmpo": {
-        "surrogate": Clip(1 - math.exp(-0.4), math.exp(0.4) - 1),
-        "ratio": "geometric",
-        "aggregation": "sequence",
-    },
+    "gmpo": {"surrogate": Clip(1 - math.exp(-0.4), math.exp(0.4) - 1), "ratio": "geometric", "aggregation": "sequence"},
     # VESPO, https://arxiv.org/abs/2602.10693. Sum over tokens / tokens of the whole update.
     "vespo": {"surrogate": GammaWeight(), "ratio": "product", "aggregation": "token"},
     # CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585. Sum over tokens / tokens of the whole update; the
@@ -102,9 +98,6 @@ PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" 
 """The `scale` of `group_advantages` that belongs to each preset."""
 
 
-_Prepared = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-
-
 def _log_ratio(log_ratio, advantages, mask, surrogate: Surrogate, ratio: str) -> jax.Array:
     """Return the tokens' log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
     if ratio == "token":
@@ -120,7 +113,9 @@ def _log_ratio(log_ratio, advantages, mask, surrogate: Surrogate, ratio: str) ->
     return select(mask, jax.lax.stop_gradient(mean) + log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
-def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) -> _Prepared:
+def _prepare(
+    logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Check shapes and dtypes, and replace masked values everywhere."""
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
@@ -251,9 +246,7 @@ def grpo_loss(
         policy *= _as_token_weights(token_weights, mask, policy.dtype)
     policy_total = aggregate(policy, mask, aggregation)
     loss = safe_divide(policy_total, denominators.loss)
-    divergence = None
-    if ref is not None:
-        divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
+    divergence = None if ref is None else kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
     if kl is not None and ref is not None:
         penalty = kl.per_token(logprobs, old, ref)
         loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), denominators.loss)
@@ -268,17 +261,11 @@ def grpo_loss(
 
 
 def adapt_entropy_coef(
-    control: EntropyControl,
-    entropy: jax.Array,
-    *,
-    target: float,
-    delta: float = 0.005,
-    low: float = 0.0,
-    high: float = 1.0,
+    control: EntropyControl, entropy: jax.Array, *, target: float, delta: float = 0.005
 ) -> EntropyControl:
     """Move the entropy coefficient after an update, towards a target entropy.
 
-        coef ← clip(coef + delta if entropy ≤ target else coef - delta, low, high)
+        coef ← clip(coef + delta if entropy ≤ target else coef - delta, 0, 1)
 
     The next update applies it if entropy ≤ target, else 0. The first update applies 0. From Skywork-OR1
     (https://arxiv.org/abs/2505.22312), as TRL 1.16's `use_adaptive_entropy`.
@@ -288,11 +275,9 @@ def adapt_entropy_coef(
         entropy: scalar, the update's mean over tokens, in nats.
         target: the entropy to maintain.
         delta: step of the coefficient.
-        low: lower bound of the coefficient.
-        high: upper bound of the coefficient.
     """
     short = entropy <= target
-    coef = jnp.clip(control.coef + jnp.where(short, delta, -delta), low, high)
+    coef = jnp.clip(control.coef + jnp.where(short, delta, -delta), 0, 1)
     return EntropyControl(coef, jnp.where(short, coef, 0))
 
 

@@ -80,6 +80,14 @@ class CappedWeight:
         return jnp.zeros_like(high), high
 
 
+def _clips_nothing(
+    self: object, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return no tokens: the surrogate is smooth."""
+    nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
+    return nowhere, nowhere
+
+
 @dataclass(frozen=True)
 class SoftGate:
     """Surrogate: SAPO's smooth gate in place of clipping (https://arxiv.org/abs/2511.20347).
@@ -99,9 +107,7 @@ class SoftGate:
         ratio = _bounded_ratio(log_ratio)  # the gate is flat far below this bound
         return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages
 
-    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return no tokens: the gate is smooth."""
-        return _nowhere(log_ratio, advantages)
+    clipped = _clips_nothing
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,7 @@ class GammaWeight:
         decay = jnp.where(good, self.lambda_pos, self.lambda_neg).astype(dtype)
         return jnp.exp(k * log_ratio - decay * jnp.expm1(log_ratio)) * advantages * logprobs
 
-    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return no tokens: the weight is smooth."""
-        return _nowhere(log_ratio, advantages)
+    clipped = _clips_nothing
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,7 @@ class DivergencePenalty:
         ratio, old = _bounded_ratio(log_ratio), jnp.exp(jax.lax.stop_gradient(logprobs - log_ratio))
         return ratio * advantages - jnp.abs(advantages) * old * jnp.square(ratio - 1) / (2 * self.epsilon)
 
-    def clipped(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return no tokens: the penalty is smooth."""
-        return _nowhere(log_ratio, advantages)
+    clipped = _clips_nothing
 
 
 def _capped(log_ratio: jax.Array, cap: float) -> jax.Array:
@@ -187,11 +189,6 @@ def _capped(log_ratio: jax.Array, cap: float) -> jax.Array:
 def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:
     """Return exp(min(log ratio, 20)): an infinite ratio would give a gradient of 0 · inf."""
     return jnp.exp(jnp.minimum(log_ratio, 20.0))
-
-
-def _nowhere(log_ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    nowhere = jnp.zeros(jnp.broadcast_shapes(log_ratio.shape, advantages.shape), jnp.bool_)
-    return nowhere, nowhere
 
 
 Surrogate = Clip | CappedWeight | SoftGate | GammaWeight | DivergenceMask | DivergencePenalty

@@ -110,11 +110,6 @@ class Section(BaseModel):
     def __post_init__(self) -> None:
         pass
 
-    @property
-    def resolved(self) -> Self:
-        """Return the section with the defaults that null stands for."""
-        return self
-
     def require(self, condition: object, name: str, expected: str) -> None:
         """Raise UserError naming a field, dotted in a nested section, unless `condition` holds."""
         require(condition, name, expected, functools.reduce(getattr, name.split("."), self))
@@ -364,9 +359,7 @@ def flat(values: Values, prefix: str = "") -> Fields:
 def identity(config: Section) -> Fields:
     """Return the fields that change learning, {"section.field": plain value}: those not `resume_mutable`."""
     mutable = tuple(f"{field.path}." for field in walk(type(config), config) if field.mutable)
-    return {
-        name: value for name, value in flat(config.resolved.model_dump()).items() if not f"{name}.".startswith(mutable)
-    }
+    return {name: value for name, value in flat(config.model_dump()).items() if not f"{name}.".startswith(mutable)}
 
 
 def differences(saved: Values, config: Section) -> list[str]:

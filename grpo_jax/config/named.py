@@ -119,16 +119,14 @@ def import_path(function: Callable[..., Any], label: str) -> str:
 def name_tools(tools: Any) -> Any:
     """Replace functions and classes by their names, in a list of tools, a mapping {name: class} or a single tool."""
     tools = [tools] if callable(tools) or isinstance(tools, str | Mapping) else tools
-    return [*map(_named_tool, tools)] if isinstance(tools, list | tuple) else tools
+    return [*map(_named, tools)] if isinstance(tools, list | tuple) else tools
 
 
-def _named_tool(tool: Any) -> Any:
+def _named(tool: Any) -> Any:
     if isinstance(tool, Mapping):
-        return {name: _named(value) if callable(value) else value for name, value in tool.items()}
-    return _named(tool) if callable(tool) else tool
-
-
-def _named(tool: Callable[..., Any]) -> str:
+        return {name: _named(value) for name, value in tool.items()}
+    if not callable(tool):
+        return tool
     name = import_path(tool, getattr(tool, "__name__", type(tool).__name__))
     if not name.startswith(IN_PYTHON):
         return name

@@ -81,12 +81,12 @@ class Progress(NamedTuple):
 
 def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]:
     """Return the config and task fields that must not change on resume."""
-    return {"config": identity(config), "task": dict(task)}
+    return {"config": identity(config.resolved), "task": dict(task)}
 
 
 def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str, object], folder: Path) -> None:
     """Raise UserError naming the differences if a checkpoint has another configuration or other data."""
-    changed = differences(saved["config"], config)
+    changed = differences(saved["config"], config.resolved)
     if changed:
         raise UserError(
             f"--resume: the checkpoint in {folder} was made with other values ({'; '.join(changed)}): give those "

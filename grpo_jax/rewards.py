@@ -101,19 +101,16 @@ def length_penalty(
     """
     if not 0 <= start < end:
         raise ValueError(f"start must be at least 0 and end above it, got {start} and {end}")
-    sizes = _lengths([*map(_text, completions)], completion_ids, unit)
+    if unit == "tokens" and completion_ids is not None:
+        sizes = [len(ids) for ids in completion_ids]
+    elif unit in ("characters", "words"):
+        sizes = [len(text.strip() if unit == "characters" else text.split()) for text in map(_text, completions)]
+    else:
+        raise ValueError(f'unit must be "characters", "words" or "tokens" (of completion_ids), got {short_repr(unit)}')
     return [-min(1.0, max(0.0, (size - start) / (end - start))) for size in sizes]
 
 
 length_penalty.best = 0.0  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: str) -> list[int]:
-    if unit == "tokens" and ids is not None:
-        return [len(one) for one in ids]
-    if unit not in ("characters", "words"):
-        raise ValueError(f'unit must be "characters", "words" or "tokens" (of completion_ids), got {short_repr(unit)}')
-    return [len(text.strip()) if unit == "characters" else len(text.split()) for text in texts]
 
 
 def exact_match(
@@ -159,16 +156,14 @@ def exact_match(
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3}){1,99}(?![,\d])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
 # A fraction or a decimal, with a sign that is no minus between two numbers; not a part of a date.
 _NUMBER = re.compile(rf"((?<![\w.)\]])[-+−])?(?:(?<![\d.,/])({_DECIMAL}) ?/ ?({_DECIMAL})(?!\d| ?/ ?\d)|({_DECIMAL}))")
-_LATEX = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\{,\}|\\[,!]", ""),
-        (r"(?<=\d)\s*(?=\\[dt]?frac)", " "),
-        (r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4"),
-        (r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\^\s*\{?\\circ\}?|\\[%$ ]", " "),
-    )
-]
+_LATEX = (
+    (r"\{,\}|\\[,!]", ""),
+    (r"(?<=\d)\s*(?=\\[dt]?frac)", " "),
+    (r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4"),
+    (r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\^\s*\{?\\circ\}?|\\[%$ ]", " "),
+)
+"""Patterns of LaTeX in and around numbers, and their replacements."""
 _MATHS = re.compile(r"[\\^_±√π×·]|\d[a-zA-Z](?![a-zA-Z])|[a-zA-Z\d]\s*[-+−*/]\s*\d|\d\s*[-+−*/]\s*[a-zA-Z\d]")
 """Mathematics around a number: roots, powers, variables such as 2x, sums, products."""
 _LONGEST = 1000  # characters of a number; the square of that many digits takes time
@@ -250,7 +245,7 @@ def _only_number(text: str) -> Fraction | None:
 def _without_latex(text: str) -> str:
     """Return a text with plain fractions, and without the LaTeX in and around numbers."""
     for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 

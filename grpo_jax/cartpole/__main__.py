@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 
 from grpo_jax.cartpole.settings import SETTINGS
@@ -45,8 +44,6 @@ def _cartpole(options: argparse.Namespace) -> None:
     if "objectives" in chosen:
         chosen["objectives"] = tuple(chosen["objectives"].split(","))
     settings = dataclasses.replace(SETTINGS[chosen.pop("algorithm", "grpo")], **chosen)
-    if not options.debug:  # XLA's log of a slow compilation looks like an error
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from grpo_jax.cartpole import program  # starts JAX
     from grpo_jax.runs.processes import enable_compile_cache
 

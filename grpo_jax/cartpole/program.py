@@ -98,12 +98,12 @@ def _append(path: Path, end: int, metrics: Metrics, measures: Metrics) -> None:
     last = {f"evaluation/{name}": float(np.mean(values)) for name, values in measures.items()}
     last |= {"evaluation/lowest": float(returns.min()), "evaluation/highest": float(returns.max())}
     last |= {"solved": int((returns >= SOLVED).sum())}
-    length = len(table["loss"])
+    columns = [column.tolist() for column in table.values()]  # None where no seed has a number
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*columns, strict=True)]
+    rows[-1] |= last
     with open(path, "a", encoding="utf-8") as file:
-        for index in range(length):
-            row = {name: column.tolist()[index] for name, column in table.items()}  # None where no seed has a number
-            step = {"step": end - length + index + 1}
-            file.write(json.dumps(step | row | (last if index == length - 1 else {})) + "\n")
+        for step, row in enumerate(rows, end - len(rows) + 1):
+            file.write(json.dumps({"step": step} | row) + "\n")
 
 
 def draw_curve(title: str, returns: dict[int, np.ndarray]) -> str:

@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     actions: jax.Array
     old_logprobs: jax.Array
     advantages: jax.Array
-    mask: jax.Array | None = None  # steps that were taken (GRPO, GDPO)
+    mask: jax.Array  # steps that were taken; all with PPO
     returns: jax.Array | None = None  # targets of the values (PPO)
 
 
@@ -180,12 +180,12 @@ def step_batch(settings: Settings, critic: Callable, params: PyTree, steps: Step
     finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
     metrics = {"episode_return": jnp.where(jnp.greater(finished.weight, 0), finished.value(), jnp.nan)}
     metrics |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(settings.objectives, each, strict=True)}
-    return Batch(steps.observations, steps.actions, logprobs, advantages, returns=advantages + values), metrics
+    mask = jnp.ones_like(steps.actions)
+    return Batch(steps.observations, steps.actions, logprobs, advantages, mask, advantages + values), metrics
 
 
 def group_updates(settings: Settings, apply: Callable, optimizer: Optimizer, start: Learner, batch: Batch) -> Learned:
     """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step."""
-    assert batch.mask is not None
     whole = loss_normaliser(batch.mask, "token")
     chunks = jax.tree.map(lambda x: x.reshape(MAX_STEPS // _CHUNK, _CHUNK, *x.shape[1:]), batch)
     used = largest(jnp.sum(chunks.mask.any(axis=(1, 2)), dtype=jnp.int32))
@@ -221,13 +221,12 @@ def step_updates(
     """
 
     def loss(params, part):
-        mask = jnp.ones_like(part.actions)
-        part = part._replace(mask=mask, advantages=masked_whiten(part.advantages, mask))
+        part = part._replace(advantages=masked_whiten(part.advantages, part.mask))
         policy, metrics = _policy_loss(apply, params, part)
         values = apply(params["value"], part.observations)
-        value, of_value = value_loss(values, None, part.returns, mask, clip=None)
+        value, of_value = value_loss(values, None, part.returns, part.mask, clip=None)
         metrics = metrics._asdict() | {"value_loss": of_value.loss}
-        return policy + VALUE_COEF * value, (metrics, explained_variance(values, part.returns, mask))
+        return policy + VALUE_COEF * value, (metrics, explained_variance(values, part.returns, part.mask))
 
     gradient = jax.value_and_grad(loss, has_aux=True)
 
@@ -245,7 +244,6 @@ def step_updates(
 
 def _policy_loss(apply: Callable, params: PyTree, batch: Batch, **options: Any) -> tuple[jax.Array, GRPOMetrics]:
     """Return the clipped loss with an entropy bonus, mean over steps; `options` are those of `grpo_loss`."""
-    assert batch.mask is not None
     log_odds = apply(params["policy"], batch.observations)
     return grpo_loss(
         action_logprobs(log_odds, batch.actions),

@@ -17,20 +17,27 @@ _MAX_MARKS = 100  # maximum points of a line with tooltips
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
 
-_OF_EVERY_RUN = {
-    "KL to the reference": {"kl": "kl"},
-    "Explained variance of the values": {"value/explained_variance": "explained"},
-    "Values": {"value/mean": "value", "value/return": "return"},
-    "Dynamic sampling": {"groups_kept": "kept groups", "draws": "draws"},
-    "Entropy of the policy": {"entropy": "entropy"},
-    "Completion length, tokens": {"completion_tokens": "mean", "completion_tokens_max": "longest"},
-    "Turns of an episode": {"turns": "mean"},
-    "Truncated and invalid completions": {"truncated": "truncated", "invalid": "invalid"},
-    "Repetition": {"duplicates": "duplicates in group", "unchanged": "unchanged prompts"},
-    "Gradient norm": {"grad_norm": "norm"},
-    "Clipped tokens": {"clip_low": "below", "clip_high": "above"},
-}
-"""Title: {metric: label}. Metrics that are 0 throughout, as a KL without a reference, are left out."""
+COMMON = Display(
+    live=(("loss", "loss"), ("zero_variance_groups/total", "zero var"), ("kl", "kl"), ("entropy", "entropy")),
+    charts=(
+        Chart("KL to the reference", (Curve("kl", "kl"),)),
+        Chart("Explained variance of the values", (Curve("value/explained_variance", "explained"),)),
+        Chart("Values", (Curve("value/mean", "value"), Curve("value/return", "return"))),
+        Chart("Dynamic sampling", (Curve("groups_kept", "kept groups"), Curve("draws", "draws"))),
+        Chart("Entropy of the policy", (Curve("entropy", "entropy"),)),
+        Chart(
+            "Completion length, tokens",
+            (Curve("completion_tokens", "mean"), Curve("completion_tokens_max", "longest")),
+        ),
+        Chart("Turns of an episode", (Curve("turns", "mean"),)),
+        Chart("Truncated and invalid completions", (Curve("truncated", "truncated"), Curve("invalid", "invalid"))),
+        Chart("Repetition", (Curve("duplicates", "duplicates in group"), Curve("unchanged", "unchanged prompts"))),
+        Chart("Gradient norm", (Curve("grad_norm", "norm"),)),
+        Chart("Clipped tokens", (Curve("clip_low", "below"), Curve("clip_high", "above"))),
+    ),
+    hidden=("completion tokens", "valid"),
+)
+"""The metrics of every run. Charts omit those that are 0 throughout, as a KL without a reference."""
 
 
 def number(value: float | None) -> str:
@@ -97,21 +104,18 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
     def path(points: Sequence[tuple[float, float]]) -> str:
         return "L".join(f"{to_x(x)} {to_y(y)}" for x, y in points[:: -(-len(points) // _MAX_POINTS)])
 
-    lines: list[dict[str, Any]] = []
-    for curve, points in curves:
+    def line(curve: Curve, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
         dots = curve.sparse or len(points) < 12
         steps, values = zip(*points, strict=True)
-        marked = points[:: -(-len(points) // _MAX_MARKS)]
-        lines.append(
-            {
-                "name": curve.label,
-                "last": values[-1],
-                "dots": dots,
-                "raw": "" if dots else path(points),
-                "smooth": path(points if dots else list(zip(steps, smoothed(values), strict=True))),
-                "marks": [(to_x(x), to_y(y), x, y) for x, y in marked],
-            }
-        )
+        return {
+            "name": curve.label,
+            "last": values[-1],
+            "dots": dots,
+            "raw": "" if dots else path(points),
+            "smooth": path(points if dots else list(zip(steps, smoothed(values), strict=True))),
+            "marks": [(to_x(x), to_y(y), x, y) for x, y in points[:: -(-len(points) // _MAX_MARKS)]],
+        }
+
     texts = [number(tick) for tick in y_ticks]
     if len(set(texts)) < len(texts):  # labels repeat in a narrow range
         texts = [f"{tick:.9g}" for tick in y_ticks]
@@ -120,7 +124,7 @@ def draw(chart: Chart, rows: Rows) -> Values | None:
         "note": chart.note,
         "x_ticks": [(number(tick), to_x(tick)) for tick in x_ticks],
         "y_ticks": [(text, tick == 0, to_y(tick)) for text, tick in zip(texts, y_ticks, strict=True)],
-        "lines": lines,
+        "lines": [line(*curve) for curve in curves],
     }
 
 
@@ -142,25 +146,13 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
     rewards = sorted(_group(rows, "reward/", "/mean"), key=lambda curve: curve.label != "total")
     if len(rewards) == 2 and rewards[0].label == "total":
         rewards = rewards[1:]  # a single objective equals the total, up to its weight
-    hidden = (*display.hidden, "completion tokens", "valid")
+    hidden = display.hidden + COMMON.hidden
     charted = {curve.metric for chart in display.charts for curve in chart.curves}
     evaluated = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
-    validation = _group(rows, "validation/", sparse=True)
-    measures = [curve.metric.removeprefix("validation/") for curve in validation]
-    validation = [
-        curve
-        for curve, name in zip(validation, measures, strict=True)
-        if curve.label not in hidden and not of_turns(name, measures)
-    ]
-    by_turn = [
-        curve._replace(label=curve.label.replace("@turn", ", turn "))
-        for curve in _group(rows, "reward/")
-        if "@turn" in curve.metric
-    ]
-    moving = {
-        title: {metric: label for metric, label in named.items() if any(row.get(metric) for row in rows)}
-        for title, named in _OF_EVERY_RUN.items()
-    }
+    measures = {c.metric.removeprefix("validation/"): c for c in _group(rows, "validation/", sparse=True)}
+    validation = [c for name, c in measures.items() if c.label not in hidden and not of_turns(name, measures)]
+    by_turn = [c._replace(label=c.label.replace("@turn", ", turn ")) for c in _group(rows, "reward/") if "@" in c.label]
+    moving = {name for row in rows for name, value in row.items() if value}
     return [
         *display.charts,
         Chart("Rewards", tuple(rewards)),
@@ -168,5 +160,5 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         Chart("Evaluation rewards, never trained on", tuple(evaluated)),
         Chart("Validation", tuple(validation)),
         Chart("Groups without signal", tuple(_group(rows, "zero_variance_groups/"))),
-        *(Chart(title, tuple(Curve(*pair) for pair in named.items())) for title, named in moving.items()),
+        *(Chart(chart.title, tuple(c for c in chart.curves if c.metric in moving)) for chart in COMMON.charts),
     ]

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 from typing import IO, TextIO, cast
 
 from grpo_jax.config.files import Values
+from grpo_jax.reports.charts import COMMON
 from grpo_jax.runs.directory import AppendedFile
 from grpo_jax.tasks.task import Display
 
 Update = Callable[[int, Mapping[str, float]], None]
 """(step, metrics) → shown in the live line."""
-_LIVE = (("loss", "loss"), ("zero_variance_groups/total", "zero var"), ("kl", "kl"), ("entropy", "entropy"))
 
 
 class LastingStream(io.TextIOBase):
@@ -26,19 +27,6 @@ class LastingStream(io.TextIOBase):
         """Write to a stream; None for the current standard output."""
         self._stream = stream
         self.lost = False
-
-    def write(self, text: str) -> int:
-        """Write, if still possible."""
-        self._try("write", text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, if still possible."""
-        self._try("flush")
-
-    def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
-        return bool(self._try("isatty"))
 
     @property
     def encoding(self) -> str:
@@ -53,6 +41,10 @@ class LastingStream(io.TextIOBase):
         except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: no stream
             self.lost = True
             return None
+
+    write = partialmethod(_try, "write")
+    flush = partialmethod(_try, "flush")
+    isatty = partialmethod(_try, "isatty")
 
 
 class Console:
@@ -103,9 +95,9 @@ class Console:
 
         # Crop instead of wrapping: the next refresh would not remove wrapped lines.
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        left = TextColumn("eta {task.fields[eta]}", markup=False)
+        remaining = TextColumn("eta {task.fields[eta]}", markup=False)
         figures = TextColumn("{task.fields[status]}", markup=False, table_column=rest)
-        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), left, figures)
+        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), remaining, figures)
         visible = self._terminal.is_terminal
         with Bar(*columns, console=self._terminal, disable=not visible, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
@@ -137,22 +129,19 @@ class Console:
 
 def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     """Format a metrics row in one line: rewards with deviation, loss, KL, the task's own, pace."""
-    total = metrics.get("reward/total/mean")
-    parts: list[str] = []
-    if total is not None:
-        parts.append(f"reward {total:.3f} ±{metrics.get('reward/total/std', float('nan')):.3f}")
-    rewards = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
-    singles = [name.split("/", 1)[1].removesuffix("/mean") for name in rewards if name != "reward/total/mean"]
-    if len(singles) > 1 or total is None:
-        parts += [f"{name} {metrics[f'reward/{name}/mean']:.3f}" for name in singles]
-    shown = [(name, label) for name, label in (*display.live, *_LIVE) if metrics.get(name) is not None]
+    parts = [f"epoch {metrics['epoch']:.2f}"] if "epoch" in metrics else []
+    parts.append(f"reward {metrics['reward/total/mean']:.3f} ±{metrics['reward/total/std']:.3f}")
+    means = {name: value for name, value in metrics.items() if name.startswith("reward/") and name.endswith("/mean")}
+    singles = {
+        name[len("reward/") : -len("/mean")]: value for name, value in means.items() if name != "reward/total/mean"
+    }
+    if len(singles) > 1:
+        parts += [f"{name} {value:.3f}" for name, value in singles.items()]
+    shown = [(name, label) for name, label in display.live + COMMON.live if metrics.get(name) is not None]
     # Without a reference, the KL in rows is 0: hide it.
     parts += [f"{label} {metrics[name]:.3g}" for name, label in shown if name != "kl" or metrics[name]]
-    if metrics.get("epoch") is not None and total is not None:
-        parts.insert(0, f"epoch {metrics['epoch']:.2f}")
-    for name, unit in (("tokens_per_second", "tok/s"), ("environment_steps_per_second", "steps/s")):
-        if metrics.get(name) is not None:
-            parts.append(f"{metrics[name]:.0f} {unit}")
+    if "tokens_per_second" in metrics:
+        parts.append(f"{metrics['tokens_per_second']:.0f} tok/s")
     return "  ".join(parts)
 
 

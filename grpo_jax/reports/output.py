@@ -109,7 +109,7 @@ class RunOutput:
                 act(service)
             except Exception as error:
                 self._services.remove(service)
-                self.warning(f"no more events for {type(service).__name__}: {one_line(error)}")
+                self.warning(f"{type(service).__name__} failed and is disabled: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Config) -> None:
         """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run."""

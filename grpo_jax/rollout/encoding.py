@@ -5,11 +5,12 @@ The chat template turns messages, with their pictures, into tokens of one width.
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +26,8 @@ from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, r
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
 from grpo_jax.rollout.data import Encoded, Row, map_pictures, messages_of, row_facts, text_bytes
-from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
+from grpo_jax.rollout.tools import toolboxes
 from grpo_jax.sampling.sampler import bucket_size
 from grpo_jax.sampling.samplers import completion_tokens
 
@@ -226,6 +227,18 @@ def _make_tokens_of(
         return encoders[name](messages_of(row, instruction, section.system_prompt), lengths)
 
     return tokens_of
+
+
+def template_options(section: DataSection, environment: str | None = None) -> dict[str, Any]:
+    """Return the options of the chat template for rows of an environment; None for all tools."""
+    options = {"enable_thinking": False, **section.chat_template_options}
+    if TODAY in options:
+        options[TODAY] = datetime.date.fromisoformat(options[TODAY])
+    boxes = toolboxes(section)
+    chosen = [*boxes.values()] if environment is None else [boxes[environment]]
+    schemas = [*section.tool_schemas, *(schema for box in chosen for schema in box.schemas)]
+    different = [schema for place, schema in enumerate(schemas) if schema not in schemas[:place]]
+    return options | ({"tools": different} if different else {})
 
 
 class ParsedCompletion(NamedTuple):

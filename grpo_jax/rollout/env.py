@@ -1,7 +1,7 @@
 """Environments: the policy generates, the environment returns an observation, the policy generates again.
 
-An `Env` is batched and stateless: the episode holds its own history. Two adapters make one: `rollout.env_adapters`
-steps classes with `reset` and `step`, and calls Python functions as tools.
+An `Env` is batched and stateless: the episode holds its own history. `rollout.env_adapters` makes one of classes, and
+`rollout.tools` of Python functions.
 
     def step(rows, episodes):
         return [Observation("try again") for row, episode in zip(rows, episodes)]

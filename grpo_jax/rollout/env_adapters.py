@@ -1,36 +1,25 @@
-"""Two adapters to an `Env`: for classes with `reset` and `step`, and for Python functions as tools.
+"""Two kinds of classes as an `Env`: with `reset` and `step`, or TRL's environment factory (`data.tools`).
 
-The policy sees tools as JSON schemas, calls them in its completions, and reads their results as text. `data.tools`
-names them by import path. A class among them is TRL's environment factory: each episode has one object, whose public
-methods are tools. `reset(**row)` begins the episode and may add to its prompt; `get_reward()` may judge it.
+Each episode has one object. The public methods of TRL's class are tools; its `reset(**row)` begins the episode and may
+add to its prompt, and its `get_reward()` may judge it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import datetime
 import functools
-import inspect
-import json
-import random
-import re
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from grpo_jax.config.fields import require
-from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
-from grpo_jax.config.sections import TODAY, DataSection, RewardSection
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
 from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
 from grpo_jax.rollout.env import Episode, Observation, Turn
-from grpo_jax.rollout.pictures import Source
-from grpo_jax.rollout.prompts import read_message
+from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, as_number, finished
+from grpo_jax.rollout.rewards import BadReturn, Columns, all_finished, as_number, call_async
+from grpo_jax.rollout.tools import Toolbox, ToolEpisode
 
 
 class Step(NamedTuple):
@@ -69,10 +58,6 @@ class _Play(Generic[Single]):
     steps: list[Step | BaseException] = field(default_factory=list)
 
 
-def _step(environment: SingleEnv, text: str, final: bool) -> object:
-    return environment.step(text)
-
-
 class EnvRunner(Generic[Single]):
     """Steps one environment for each episode of a rollout; `step` is an `Env`.
 
@@ -85,7 +70,7 @@ class EnvRunner(Generic[Single]):
         self,
         makers: Mapping[str, Callable[[], Single]],
         seed: str = "seed",
-        step: Callable[[Single, str, bool], object] = _step,
+        step: Callable[[Single, str, bool], object] = lambda environment, text, final: environment.step(text),
     ):
         """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds.
 
@@ -105,7 +90,7 @@ class EnvRunner(Generic[Single]):
             return UserError(f"{method} {error if isinstance(error, BadReturn) else raised}")
 
         with failures_as(describe):
-            prompt = finished(awaited(self._makers[kind]().reset(seed)))
+            (prompt,) = all_finished([call_async(self._makers[kind]().reset, seed)])
         if isinstance(prompt, str):
             self._prompts[kind, seed] = prompt
         return prompt
@@ -113,14 +98,14 @@ class EnvRunner(Generic[Single]):
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
         """Return the observation after each episode's last completion; None if it is done."""
         starts = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
-        steps = [play.steps[-1] for play in self._run_steps(starts, episodes)]
+        steps = [play.steps[-1] for play in all_finished(map(self._run_episode, starts, episodes))]
         return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
 
     def reward(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> list[float | BaseException | None]:
         """Return the environment's reward of each last completion, without earlier turns."""
-        steps = [play.steps[-1] for play in self._run_steps(*self._episodes(completions, **columns))]
+        steps = [play.steps[-1] for play in self._plays(completions, **columns)]
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
     def rewards(self, kinds: Sequence[str]) -> TaskRewards:
@@ -140,29 +125,22 @@ class EnvRunner(Generic[Single]):
 
     def environments(self, completions: Sequence[str], **columns: Any) -> list[Single | None]:
         """Return each episode's environment after its last completion; None if it could not be made."""
-        return [play.environment for play in self._run_steps(*self._episodes(completions, **columns))]
+        return [play.environment for play in self._plays(completions, **columns)]
 
-    def _episodes(
+    def _plays(
         self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any
-    ) -> tuple[list[Start], Sequence[Episode]]:
-        """Return the start of each episode, and the episodes; several rewards of single turns share them."""
+    ) -> list[_Play[Single]]:
+        """Step the episodes of a reward's arguments; several rewards of single turns share the episodes."""
         starts = [*zip(columns["environment"], columns[self._seed], strict=True)]
         if episodes is None:
             judged, episodes = self._alone
             if judged != (starts, completions):
                 episodes = [Episode((Turn(text),), final=True) for text in completions]
                 self._alone = (starts, completions), episodes
-        return starts, episodes
-
-    def _run_steps(self, starts: Sequence[Start], episodes: Sequence[Episode]) -> list[_Play[Single]]:
-        """Step each episode's environment up to its last completion."""
-
-        async def run_all() -> list[_Play[Single]]:
-            return await asyncio.gather(*map(self._run_episode, starts, episodes))
-
-        return finished(run_all())
+        return all_finished(map(self._run_episode, starts, episodes))
 
     async def _run_episode(self, start: Start, episode: Episode) -> _Play[Single]:
+        """Step an episode's environment up to its last completion."""
         play: Any = episode.memory.setdefault(self, _Play())
         texts = episode.completions
         for text in texts[len(play.steps) :]:
@@ -172,8 +150,8 @@ class EnvRunner(Generic[Single]):
             try:
                 if play.environment is None:
                     play.environment = self._makers[start[0]]()
-                    self._check_prompt(start, await awaited(play.environment.reset(start[1])))
-                step = _checked(await awaited(self._step(play.environment, text, final)))
+                    self._check_prompt(start, await call_async(play.environment.reset, start[1]))
+                step = _checked(await call_async(self._step, play.environment, text, final))
             except BaseException as error:
                 if not is_own_doing(error):
                     raise
@@ -191,11 +169,6 @@ class EnvRunner(Generic[Single]):
             )
 
 
-async def awaited(returned: Any) -> Any:
-    """Return a function's result, awaited if it is a coroutine."""
-    return await returned if inspect.isawaitable(returned) else returned
-
-
 def _checked(returned: object) -> Step:
     """Return the result of a step; BadReturn unless it is (observation, reward, done)."""
     observation, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
@@ -206,297 +179,7 @@ def _checked(returned: object) -> Step:
     return Step(observation, number, bool(done))
 
 
-_RESERVED = ("reset", "get_reward")  # methods that are not tools
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Only an object with arguments is a call; an object truncated before them may be one.
-_ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
-_BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*{_ARGUMENTS})', re.DOTALL)
-_FORM = '{"name": …, "arguments": {…}}'
-_TOO_LONG = "error: the result is too long to be read"
 _ID = "row_id"  # column that identifies a row's episodes
-
-
-class Call(NamedTuple):
-    """A tool call in a completion: name and arguments, or its problem."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] = {}
-    problem: str = ""
-
-
-def calls_in(text: str) -> list[Call]:
-    """Return the tool calls of a completion, after its reasoning; without any it is a final answer.
-
-    They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's, a completion that consists
-    of objects {"name": …, "parameters": {…}}. A malformed call has a `problem`.
-    """
-    text = text.rpartition("</think>")[2]
-    written = _TAGGED.findall(text)
-    bare = None if written else _BARE.fullmatch(text)
-    return [_read(one) for one in (_objects(bare[1]) if bare else written)]
-
-
-def _objects(text: str) -> Iterator[str]:
-    """Split concatenated JSON objects; the last one may be malformed."""
-    decoder = json.JSONDecoder()
-    while text.startswith("{"):
-        try:
-            end = decoder.raw_decode(text)[1]
-        except (ValueError, RecursionError):
-            end = len(text)
-        yield text[:end]
-        text = text[end:].lstrip("; ,\n")
-
-
-def _read(written: str) -> Call:
-    try:
-        call = json.loads(written)
-        if not (isinstance(call, Mapping) and isinstance(call.get("name"), str)):
-            return Call(problem=f"expected {_FORM}")
-        arguments = call.get("arguments", call.get("parameters")) or {}
-        if isinstance(arguments, str):  # some models write the object as a string
-            arguments = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        return Call(problem=f"a call must be JSON, {_FORM}: {one_line(error, 80)}")
-    if not isinstance(arguments, Mapping):
-        return Call(problem=f"arguments must be an object, {_FORM}")
-    return Call(call["name"], arguments)
-
-
-class Toolbox:
-    """Tools by name.
-
-    Attributes:
-        schemas: JSON schemas for the chat template.
-        make: Makes an episode's object, whose methods are also tools; None if all tools are functions.
-        made: The name of that object's class.
-        judges: Whether that object has `get_reward`.
-        each_turn: Whether its class sets `reward_each_turn`, so that `get_reward` is called after each turn.
-    """
-
-    def __init__(self, paths: Sequence[str], tools: Sequence[Any]):
-        """Take functions and at most one class, with their import paths from the config."""
-        self.schemas: list[Mapping[str, Any]] = []
-        self.make: Callable[[], Any] | None = None
-        self.made = ""
-        self.judges = self.each_turn = False
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._methods: dict[str, Callable[..., Any]] = {}
-        for path, tool in zip(paths, tools, strict=True):
-            inner = tool.func if isinstance(tool, functools.partial) else tool
-            if inspect.isclass(inner) and self.make is None:
-                self._add_class(path, tool)
-            elif not inspect.isclass(inner) and callable(inner) and hasattr(inner, "__name__"):
-                self._add(path, tool, tool, self._functions)
-            else:
-                raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
-
-    def _add_class(self, path: str, make: Callable[[], Any]) -> None:
-        def describe(error: BaseException) -> UserError:
-            return UserError(
-                f"data.tools: {path} is made without arguments, which raised {type(error).__name__}: "
-                f"{one_line(error, 100)}; give its arguments defaults, or name a functools.partial of it"
-            )
-
-        with failures_as(describe):
-            example = make()
-        kind = type(example)
-        for name in dir(kind):
-            member, shown = inspect.getattr_static(kind, name), getattr(kind, name)
-            if name in _RESERVED or name.startswith("_"):
-                continue
-            if isinstance(member, staticmethod | classmethod):
-                self._add(f"{path}.{name}", shown, shown, self._functions)
-            elif inspect.isfunction(member):
-                self._add(f"{path}.{name}", getattr(example, name), member, self._methods)
-        self.make, self.made, self.judges = make, kind.__name__, hasattr(example, "get_reward")
-        self.each_turn = bool(getattr(example, "reward_each_turn", False))
-
-    def _add(self, path: str, shown: Any, called: Callable[..., Any], among: dict[str, Callable[..., Any]]) -> None:
-        from pydantic import PydanticUserError, validate_call
-
-        try:
-            schema = _schema(shown)
-        except Exception as error:  # several types are possible
-            raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
-        name = schema["function"]["name"]
-        if name in self._functions | self._methods:
-            raise UserError(f"data.tools: expected different names, got {name} twice")
-        self.schemas.append(schema)
-        try:
-            among[name] = validate_call(called)
-        except PydanticUserError:  # pydantic does not know these annotations
-            among[name] = called
-
-    async def call(self, text: str, environment: object = None) -> Observation | None:
-        """Run the tool calls of a completion, with its episode's object; None without a call."""
-        results = [await self._result(call, environment) for call in calls_in(text)]
-        return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
-
-    async def _result(self, call: Call, environment: object) -> str:
-        try:
-            if call.problem:
-                text = f"error: {call.problem}"
-            elif call.name in self._methods:
-                text = str(await awaited(self._methods[call.name](environment, **call.arguments)))
-            elif call.name in self._functions:
-                text = str(await awaited(self._functions[call.name](**call.arguments)))
-            else:
-                text = f"error: no tool {call.name[:40]!r}, there are {', '.join(self._functions | self._methods)}"
-        except BaseException as error:
-            if not is_own_doing(error):
-                raise
-            text = f"error: {_reason(error)}"
-        return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
-
-    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
-        """Run the tool calls of each episode's last completion; an `Env` if all tools are functions."""
-
-        async def observations() -> list[Observation | None]:
-            return await asyncio.gather(*(self.call(episode.last.completion) for episode in episodes))
-
-        return finished(observations())
-
-
-def _reason(error: BaseException) -> str:
-    from pydantic import ValidationError
-
-    if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:4])
-    return one_line(error, 200) or type(error).__name__
-
-
-def _schema(tool: Any) -> Mapping[str, Any]:
-    """Return a function's JSON schema, without positional-only arguments and those set by a partial."""
-    from transformers.utils import get_json_schema
-
-    function = tool.func if isinstance(tool, functools.partial) else tool
-    schema = get_json_schema(function)
-    parameters = inspect.signature(function).parameters
-    hidden = {name for name, one in parameters.items() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-    if function is not tool:
-        hidden |= {*tool.keywords, *[*parameters][: len(tool.args)]}
-    shown = schema["function"]["parameters"]
-    shown["properties"] = {name: one for name, one in shown["properties"].items() if name not in hidden}
-    if "required" in shown:
-        shown["required"] = [name for name in shown["required"] if name not in hidden]
-    return schema
-
-
-def toolbox(names: Sequence[str]) -> Toolbox:
-    """Return the tools of these names; UserError for an object that cannot be a tool."""
-    return _toolbox(tuple(names), tuple(map(_loaded, names)))
-
-
-_toolbox = functools.lru_cache(maxsize=8)(Toolbox)
-
-
-def _loaded(name: str) -> Any:
-    if not name.startswith(IN_PYTHON):
-        return load_object(name, "tool")
-    if name not in GIVEN_TOOLS:
-        label, _, number = name.rpartition(":")[2].partition("#")
-        which = f"{label} (object {number} of that name)" if number else label
-        raise UserError(
-            f"data.tools: {which} was given in Python and nothing here can import it: call make_config(data={{'tools': "
-            f"[{label}]}}, …) again, for all configs of its script in order, or keep it in a module"
-        )
-    return GIVEN_TOOLS[name]
-
-
-def toolboxes(section: DataSection) -> dict[str, Toolbox]:
-    """Return the tools of each class that rows choose, by name; else all tools, under ""; nothing without any."""
-    classes = section.tool_classes
-    functions = section.tool_names[: len(section.tool_names) - len(classes)]
-    if not classes:
-        return {"": toolbox(functions)} if functions else {}
-    boxes = {name: toolbox((*functions, path)) for name, path in classes.items()}
-    for name, box in boxes.items():
-        require(box.make is not None, f"data.tools.{name}", "a class", classes[name])
-    return boxes
-
-
-def template_options(section: DataSection, environment: str | None = None) -> dict[str, Any]:
-    """Return the options of the chat template for rows of an environment; None for all tools."""
-    options = {"enable_thinking": False, **section.chat_template_options}
-    if TODAY in options:
-        options[TODAY] = datetime.date.fromisoformat(options[TODAY])
-    boxes = toolboxes(section)
-    chosen = [*boxes.values()] if environment is None else [boxes[environment]]
-    schemas = [*section.tool_schemas, *(schema for box in chosen for schema in box.schemas)]
-    different = [schema for place, schema in enumerate(schemas) if schema not in schemas[:place]]
-    return options | ({"tools": different} if different else {})
-
-
-@types.coroutine
-def _seeded(seed: int, begin: Coroutine[Any, Any, object]) -> Generator[Any, Any, Any]:
-    """Await a coroutine; while it runs, Python's `random` has a state of this seed."""
-    state, resume, value = random.Random(seed).getstate(), begin.send, None
-    while True:
-        others = random.getstate()
-        random.setstate(state)
-        try:
-            waited = resume(value)
-        except StopIteration as end:
-            return end.value
-        finally:
-            state = random.getstate()
-            random.setstate(others)
-        try:
-            resume, value = begin.send, (yield waited)
-        except BaseException as error:
-            resume, value = begin.throw, error
-
-
-class ToolEpisode:
-    """An episode with a tool object, as an environment with `reset` and `step`."""
-
-    def __init__(self, tools: Toolbox, rows: Mapping[int, Columns]):
-        self._tools, self._rows = tools, rows
-        self.object: Any = None
-
-    async def reset(self, seed: int) -> str | list[Any]:
-        """Begin the episode of a row with columns of its own; return the text or content parts for its prompt.
-
-        The seed also seeds Python's `random`, so that the object can be made again.
-        """
-        assert self._tools.make is not None
-        self.object = self._tools.make()
-        columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-
-        async def begin() -> object:
-            return await awaited(self.object.reset(**columns))
-
-        content = await _seeded(seed, begin())
-        if content is None or isinstance(content, str):
-            return content or ""
-        parts, sources = _read_content(content)
-        return content if sources else "".join(parts)
-
-    async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
-        """Run the tool calls of a completion; without a call the episode ends.
-
-        `get_reward` is called at the episode's end, also if this turn is `final`, or after each turn if the class says
-        so.
-        """
-        observation = await self._tools.call(text, self.object)
-        done = observation is None
-        judged = self._tools.judges and (done or final or self._tools.each_turn)
-        return observation, await awaited(self.object.get_reward()) if judged else None, done
-
-
-def _read_content(content: object) -> tuple[tuple[Any, ...], list[Source]]:
-    """Return the parts of a reset's content, texts and `PICTURE`, and the sources of its pictures."""
-    sources: list[Source | None] = []
-    try:
-        if not isinstance(content, list | tuple):
-            raise ValueError(f"got {one_line(content, 60)}")
-        parts = read_message({"role": "user", "content": content}, sources, None).parts
-        if None in sources:
-            raise ValueError('a part of type "image" needs its picture, as in {"type": "image", "image": …}')
-    except ValueError as error:
-        raise BadReturn(f"must return a text, a list of content parts, or None: {error}") from error
-    return parts, sources
 
 
 class ToolEpisodes:
@@ -512,7 +195,7 @@ class ToolEpisodes:
 
     def rewards(self) -> TaskRewards:
         """Return the reward of the classes with `get_reward`, and the column `environments`."""
-        judged = self.runner.rewards([name for name, box in self.boxes.items() if box.judges])
+        judged = self.runner.rewards([name for name, box in self.boxes.items() if hasattr(box.kind, "get_reward")])
         return replace(judged, columns=self.environments, column_names=("environments",))
 
     def start_episode(self, row: Row) -> Row:
@@ -521,7 +204,7 @@ class ToolEpisodes:
         columns = {name: value for name, value in row.columns.items() if name != "environment"}
         self._rows[row.id] = {**columns, "prompt": as_chat_messages(row) if row.messages else row.prompt}
         content = self._reset(kind, row.id)
-        parts, sources = ((content,), []) if isinstance(content, str) else _read_content(content)
+        parts, sources = read_content(content)
         messages, mark, start = row.messages, PICTURE_MARK, ""
         if messages and content:
             messages, mark = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, *parts))), ""
@@ -550,7 +233,7 @@ class ToolEpisodes:
         """Return a row whose prompt is the content of its object's `reset`; UserError if that fails or is empty."""
         (kind,) = self.boxes
         content = self._reset(kind, number)
-        if not content or (isinstance(content, str) and not content.strip()):
+        if isinstance(content, str) and not content.strip():
             raise UserError(
                 f"data.tools: {kind}.reset returned no text for a prompt: let it return one, or name a file of prompts "
                 "in data.prompts"

@@ -230,6 +230,17 @@ def read_message(message: Any, sources: list[Source | None], base: Path | None) 
     return Message(message["role"], tuple(parts))
 
 
+def read_content(content: object) -> tuple[tuple[Part, ...], list[Source]]:
+    """Return the parts of a message's content, texts and `PICTURE`, and the sources of its pictures; ValueError."""
+    if not isinstance(content, str | list | tuple):
+        raise ValueError(f"got {short_repr(content)}")
+    sources: list[Source | None] = []
+    message = read_message({"role": "user", "content": content}, sources, None)
+    if any(source is None for source in sources):
+        raise ValueError('a part of type "image" needs its picture, as in {"type": "image", "image": …}')
+    return message.parts, sources
+
+
 def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0) -> Rows:
     """Parse every record once, and raise UserError for bad records or none; each access parses its row again.
 

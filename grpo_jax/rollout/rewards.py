@@ -316,9 +316,16 @@ def _begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(returned, event_loop())
 
 
-def finished(returned: T | Coroutine[Any, Any, T]) -> T:
-    """Return a reward's result; await it if the reward is `async def`."""
-    return _begin(returned).result() if isinstance(returned, Coroutine) else returned
+def all_finished(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run concurrently in `event_loop`."""
+    futures = [_begin(one) for one in coroutines]
+    return [future.result() for future in futures]
+
+
+async def call_async(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Return a function's result, awaited if it is a coroutine."""
+    returned = function(*arguments, **named)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def _blamed(name: str) -> AbstractContextManager[None]:

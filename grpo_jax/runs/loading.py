@@ -38,9 +38,8 @@ from grpo_jax.rollout.data import (
     data_identity,
     row_facts,
 )
-from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens
+from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens, template_options
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
-from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,

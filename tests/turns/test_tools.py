@@ -8,6 +8,7 @@ import math
 import random
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from PIL import Image
 from support.text_task import assert_same_run, episodes_of, rewound, train_here, train_values
@@ -24,8 +25,10 @@ from grpo_jax.models.hf.chat import PICTURE, observation_encoder
 from grpo_jax.rollout.data import Row, messages_of
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Episode, Turn
-from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, calls_in, toolbox
+from grpo_jax.rollout.env_adapters import ToolEpisodes
+from grpo_jax.rollout.pictures import size_of
 from grpo_jax.rollout.prompts import read_prompt
+from grpo_jax.rollout.tools import Toolbox, calls_in, toolbox
 from grpo_jax.runs.evaluation import Asker
 from grpo_jax.train import run
 
@@ -555,12 +558,12 @@ def test_a_reset_may_be_async_and_return_content_parts():
 def test_a_reset_shows_pictures_behind_the_rows_own(chat):
     class Shows(Waiting):
         def reset(self, **row):
-            return [{"type": "text", "text": "Now "}, {"type": "image", "image": Image.new("RGB", (2, 2))}]
+            return [{"type": "text", "text": "Now "}, {"type": "image", "image": np.zeros((2, 2, 3), np.uint8)}]
 
     first, text = Image.new("RGB", (1, 1)), "Look."
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] if chat else text
     row = episodes_with(Shows).start_episode(read_prompt(prompt, [first], None))
-    assert [picture.size for picture in row.pictures] == [(1, 1), (2, 2)]
+    assert [size_of(picture) for picture in row.pictures] == [(1, 1), (2, 2)]
     (message,) = messages_of(row)
     assert message.parts == (PICTURE, text, "Now ", PICTURE) or message.parts == (PICTURE, text + "Now ", PICTURE)
 

@@ -1,0 +1,279 @@
+"""Python functions, and the methods of a class, as tools that the policy calls.
+
+The policy sees tools as JSON schemas, calls them in its completions, and reads their results as text. `data.tools`
+names them by import path. A class among them is TRL's environment factory (`rollout.env_adapters`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import random
+import re
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
+from grpo_jax.config.sections import DataSection
+from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.env import Episode, Observation
+from grpo_jax.rollout.prompts import read_content
+from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, all_finished, call_async
+
+_RESERVED = ("reset", "get_reward")  # methods that are not tools
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+# Only an object with arguments is a call; an object truncated before them may be one.
+_ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
+_BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*{_ARGUMENTS})', re.DOTALL)
+_FORM = '{"name": …, "arguments": {…}}'
+_TOO_LONG = "error: the result is too long to be read"
+
+
+class Call(NamedTuple):
+    """A tool call in a completion: name and arguments, or its problem."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = {}
+    problem: str = ""
+
+
+def calls_in(text: str) -> list[Call]:
+    """Return the tool calls of a completion, after its reasoning; without any it is a final answer.
+
+    They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's, a completion that consists
+    of objects {"name": …, "parameters": {…}}. A malformed call has a `problem`.
+    """
+    text = text.rpartition("</think>")[2]
+    written = _TAGGED.findall(text)
+    bare = None if written else _BARE.fullmatch(text)
+    return [_read(one) for one in (_objects(bare[1]) if bare else written)]
+
+
+def _objects(text: str) -> Iterator[str]:
+    """Split concatenated JSON objects; the last one may be malformed."""
+    decoder = json.JSONDecoder()
+    while text.startswith("{"):
+        try:
+            end = decoder.raw_decode(text)[1]
+        except (ValueError, RecursionError):
+            end = len(text)
+        yield text[:end]
+        text = text[end:].lstrip("; ,\n")
+
+
+def _read(written: str) -> Call:
+    try:
+        call = json.loads(written)
+        if not (isinstance(call, Mapping) and isinstance(call.get("name"), str)):
+            return Call(problem=f"expected {_FORM}")
+        arguments = call.get("arguments", call.get("parameters")) or {}
+        if isinstance(arguments, str):  # some models write the object as a string
+            arguments = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        return Call(problem=f"a call must be JSON, {_FORM}: {one_line(error, 80)}")
+    if not isinstance(arguments, Mapping):
+        return Call(problem=f"arguments must be an object, {_FORM}")
+    return Call(call["name"], arguments)
+
+
+class Toolbox:
+    """Tools by name.
+
+    Attributes:
+        schemas: JSON schemas for the chat template.
+        make: Makes an episode's object, whose methods are also tools; None if all tools are functions.
+        kind: The class of that object.
+    """
+
+    def __init__(self, paths: Sequence[str], tools: Sequence[Any]):
+        """Take functions and at most one class, with their import paths from the config."""
+        self.schemas: list[Mapping[str, Any]] = []
+        self.make: Callable[[], Any] | None = None
+        self.kind: type = object
+        self._tools: dict[str, Callable[..., Any]] = {}
+        self._methods: set[str] = set()  # names of the tools that take the object first
+        for path, tool in zip(paths, tools, strict=True):
+            inner = tool.func if isinstance(tool, functools.partial) else tool
+            if inspect.isclass(inner) and self.make is None:
+                self._add_class(path, tool)
+            elif not inspect.isclass(inner) and callable(inner) and hasattr(inner, "__name__"):
+                self._add(path, tool)
+            else:
+                raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
+
+    def _add_class(self, path: str, make: Callable[[], Any]) -> None:
+        def describe(error: BaseException) -> UserError:
+            return UserError(
+                f"data.tools: {path} is made without arguments, which raised {type(error).__name__}: "
+                f"{one_line(error, 100)}; give its arguments defaults, or name a functools.partial of it"
+            )
+
+        with failures_as(describe):
+            example = make()
+        self.make, self.kind = make, type(example)
+        for name in dir(self.kind):
+            member = inspect.getattr_static(self.kind, name)
+            if name in _RESERVED or name.startswith("_"):
+                continue
+            if isinstance(member, staticmethod | classmethod):
+                self._add(f"{path}.{name}", getattr(self.kind, name))
+            elif inspect.isfunction(member):
+                self._add(f"{path}.{name}", getattr(example, name), method=member)
+
+    def _add(self, path: str, tool: Callable[..., Any], method: Callable[..., Any] | None = None) -> None:
+        from pydantic import PydanticUserError, validate_call
+
+        try:
+            schema = _schema(tool)
+        except Exception as error:  # several types are possible
+            raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
+        name = schema["function"]["name"]
+        if name in self._tools:
+            raise UserError(f"data.tools: expected different names, got {name} twice")
+        self.schemas.append(schema)
+        if method is not None:
+            self._methods.add(name)
+        self._tools[name] = method or tool
+        with suppress(PydanticUserError):  # pydantic does not know these annotations
+            self._tools[name] = validate_call(method or tool)
+
+    async def call(self, text: str, environment: object = None) -> Observation | None:
+        """Run the tool calls of a completion, with its episode's object; None without a call."""
+        results = [await self._result(call, environment) for call in calls_in(text)]
+        return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
+
+    async def _result(self, call: Call, environment: object) -> str:
+        try:
+            if call.problem:
+                text = f"error: {call.problem}"
+            elif call.name in self._tools:
+                own = (environment,) if call.name in self._methods else ()
+                text = str(await call_async(self._tools[call.name], *own, **call.arguments))
+            else:
+                text = f"error: no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
+        except BaseException as error:
+            if not is_own_doing(error):
+                raise
+            text = f"error: {_reason(error)}"
+        return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
+
+    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
+        """Run the tool calls of each episode's last completion; an `Env` if all tools are functions."""
+        return all_finished(self.call(episode.last.completion) for episode in episodes)
+
+
+def _reason(error: BaseException) -> str:
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:4])
+    return one_line(error, 200) or type(error).__name__
+
+
+def _schema(tool: Any) -> Mapping[str, Any]:
+    """Return a function's JSON schema, without *arguments, **arguments, and those set by a partial."""
+    from transformers.utils import get_json_schema
+
+    function, fixed = (tool.func, tool.keywords) if isinstance(tool, functools.partial) else (tool, {})
+    schema = get_json_schema(function)
+    parameters = inspect.signature(tool).parameters.values()
+    names = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {*fixed}
+    shown = schema["function"]["parameters"]
+    shown["properties"] = {name: one for name, one in shown["properties"].items() if name in names}
+    if "required" in shown:
+        shown["required"] = [name for name in shown["required"] if name in names]
+    return schema
+
+
+def toolbox(names: Sequence[str]) -> Toolbox:
+    """Return the tools of these names; UserError for an object that cannot be a tool."""
+    return _toolbox(tuple(names), tuple(map(_loaded, names)))
+
+
+_toolbox = functools.lru_cache(maxsize=8)(Toolbox)
+
+
+def _loaded(name: str) -> Any:
+    if not name.startswith(IN_PYTHON):
+        return load_object(name, "tool")
+    if name not in GIVEN_TOOLS:
+        label, _, number = name.rpartition(":")[2].partition("#")
+        which = f"{label} (object {number} of that name)" if number else label
+        raise UserError(
+            f"data.tools: {which} was given in Python and nothing here can import it: call make_config(data={{'tools': "
+            f"[{label}]}}, …) again, for all configs of its script in order, or keep it in a module"
+        )
+    return GIVEN_TOOLS[name]
+
+
+def toolboxes(section: DataSection) -> dict[str, Toolbox]:
+    """Return the tools of each class that rows choose, by name; else all tools, under ""; nothing without any."""
+    classes = section.tool_classes
+    functions = section.tool_names[: len(section.tool_names) - len(classes)]
+    if not classes:
+        return {"": toolbox(functions)} if functions else {}
+    boxes = {name: toolbox((*functions, path)) for name, path in classes.items()}
+    for name, box in boxes.items():
+        require(box.make is not None, f"data.tools.{name}", "a class", classes[name])
+    return boxes
+
+
+@types.coroutine
+def _seeded(seed: int, begin: Coroutine[Any, Any, object]) -> Generator[Any, Any, Any]:
+    """Await a coroutine; while it runs, Python's `random` has a state of this seed."""
+    state, resume, value = random.Random(seed).getstate(), begin.send, None
+    while True:
+        others = random.getstate()
+        random.setstate(state)
+        try:
+            waited = resume(value)
+        except StopIteration as end:
+            return end.value
+        finally:
+            state = random.getstate()
+            random.setstate(others)
+        try:
+            resume, value = begin.send, (yield waited)
+        except BaseException as error:
+            resume, value = begin.throw, error
+
+
+class ToolEpisode:
+    """An episode with a tool object, as an environment with `reset` and `step`."""
+
+    def __init__(self, tools: Toolbox, rows: Mapping[int, Columns]):
+        self._tools, self._rows = tools, rows
+        self.object: Any = None
+
+    async def reset(self, seed: int) -> str | list[Any]:
+        """Begin the episode of a row with columns of its own; return the text or content parts for its prompt.
+
+        The seed also seeds Python's `random`, so that the object can be made again.
+        """
+        assert self._tools.make is not None
+        self.object = self._tools.make()
+        columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
+        content = await _seeded(seed, call_async(self.object.reset, **columns))
+        try:
+            parts, sources = read_content("" if content is None else content)
+        except ValueError as error:
+            raise BadReturn(f"must return a text, a list of content parts, or None: {error}") from error
+        return content if sources else "".join(parts)
+
+    async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
+        """Run the tool calls of a completion; without a call the episode ends.
+
+        `get_reward` is called at the episode's end, also if this turn is `final`, or after each turn if the class says
+        so.
+        """
+        observation = await self._tools.call(text, self.object)
+        done = observation is None
+        ends = done or final or getattr(self.object, "reward_each_turn", False)
+        judged = ends and hasattr(self.object, "get_reward")
+        return observation, await call_async(self.object.get_reward) if judged else None, done

@@ -45,8 +45,8 @@ def shuffled(score, seed: int):
     """A score whose rewards are permuted within each group; groups of one, as in evaluation, stay."""
     rng = np.random.default_rng(seed)
 
-    def permuted(rows, texts, pictures, **told):
-        rewards, watched = score(rows, texts, pictures, **told)
+    def permuted(rows, episodes, pictures, **told):
+        rewards, watched = score(rows, episodes, pictures, **told)
         order = rng.permuted(np.tile(np.arange(rewards.shape[1]), (rewards.shape[0], 1)), axis=1)
         return np.take_along_axis(rewards, order[..., None], axis=1), watched
 

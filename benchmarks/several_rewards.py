@@ -45,8 +45,8 @@ def changed(score, *, scale: float, shuffle: bool, seed: int):
     """A score whose first reward is in another unit."""
     score = miniature.shuffled(score, seed) if shuffle else score
 
-    def scaled(rows, texts, pictures, **told):
-        rewards, watched = score(rows, texts, pictures, **told)
+    def scaled(rows, episodes, pictures, **told):
+        rewards, watched = score(rows, episodes, pictures, **told)
         return rewards * np.array([scale, 1.0], rewards.dtype), watched
 
     return scaled

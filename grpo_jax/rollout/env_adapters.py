@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
 from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
-from grpo_jax.rollout.env import Episode, Observation, Turn
+from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import BadReturn, Columns, all_finished, as_number, call_async
@@ -45,20 +45,19 @@ class SingleEnv(Protocol):
         ...
 
 
-Single = TypeVar("Single", bound=SingleEnv)
 Start = tuple[str, int]
 """Kind of an episode's environment, and its seed."""
 
 
 @dataclass
-class _Play(Generic[Single]):
+class _Play:
     """An episode's environment, once it is made, and the results of its steps so far."""
 
-    environment: Single | None = None
+    environment: Any = None
     steps: list[Step | BaseException] = field(default_factory=list)
 
 
-class EnvRunner(Generic[Single]):
+class EnvRunner:
     """Steps one environment for each episode of a rollout; `step` is an `Env`.
 
     The episode keeps its environment (`Episode.memory`), so that nothing is shared with another episode, iteration or
@@ -68,11 +67,11 @@ class EnvRunner(Generic[Single]):
 
     def __init__(
         self,
-        makers: Mapping[str, Callable[[], Single]],
+        makers: Mapping[str, Callable[[], Any]],
         seed: str = "seed",
-        step: Callable[[Single, str, bool], object] = lambda environment, text, final: environment.step(text),
+        step: Callable[[Any, str, bool], object] = lambda environment, text, final: environment.step(text),
     ):
-        """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds.
+        """Take makers of `SingleEnv` by kind, the rows' column "environment", and the name of the column of seeds.
 
         `step` takes an environment, a completion, and whether no further turn can follow it.
         """
@@ -80,7 +79,6 @@ class EnvRunner(Generic[Single]):
         self._seed = seed
         self._step = step
         self._prompts: dict[Start, str] = {}
-        self._alone: tuple[object, list[Episode]] = (None, [])  # episodes of the last single turns
 
     def prompt(self, kind: str, seed: int, method: str) -> Any:
         """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
@@ -101,11 +99,9 @@ class EnvRunner(Generic[Single]):
         steps = [play.steps[-1] for play in all_finished(map(self._run_episode, starts, episodes))]
         return [step if isinstance(step, BaseException) else None if step.done else step.observation for step in steps]
 
-    def reward(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> list[float | BaseException | None]:
+    def reward(self, **columns: Any) -> list[float | BaseException | None]:
         """Return the environment's reward of each last completion, without earlier turns."""
-        steps = [play.steps[-1] for play in self._plays(completions, **columns)]
+        steps = [play.steps[-1] for play in self._plays(columns)]
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
     def rewards(self, kinds: Sequence[str]) -> TaskRewards:
@@ -117,29 +113,20 @@ class EnvRunner(Generic[Single]):
             {"reward": self.reward, **alone}, defaults=(RewardSection(name="reward"),), eval_always=tuple(alone)
         )
 
-    def _reward_of(
-        self, kind: str, prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> list[float | BaseException | None]:
-        values = self.reward(prompts, completions, **columns)
+    def _reward_of(self, kind: str, /, **columns: Any) -> list[float | BaseException | None]:
+        values = self.reward(**columns)
         return [value if own == kind else None for value, own in zip(values, columns["environment"], strict=True)]
 
-    def environments(self, completions: Sequence[str], **columns: Any) -> list[Single | None]:
+    def environments(self, columns: Columns) -> list[Any]:
         """Return each episode's environment after its last completion; None if it could not be made."""
-        return [play.environment for play in self._plays(completions, **columns)]
+        return [play.environment for play in self._plays(columns)]
 
-    def _plays(
-        self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any
-    ) -> list[_Play[Single]]:
-        """Step the episodes of a reward's arguments; several rewards of single turns share the episodes."""
-        starts = [*zip(columns["environment"], columns[self._seed], strict=True)]
-        if episodes is None:
-            judged, episodes = self._alone
-            if judged != (starts, completions):
-                episodes = [Episode((Turn(text),), final=True) for text in completions]
-                self._alone = (starts, completions), episodes
-        return all_finished(map(self._run_episode, starts, episodes))
+    def _plays(self, columns: Columns) -> list[_Play]:
+        """Step the episodes among a reward's arguments."""
+        starts = zip(columns["environment"], columns[self._seed], strict=True)
+        return all_finished(map(self._run_episode, starts, columns["episodes"]))
 
-    async def _run_episode(self, start: Start, episode: Episode) -> _Play[Single]:
+    async def _run_episode(self, start: Start, episode: Episode) -> _Play:
         """Step an episode's environment up to its last completion."""
         play: Any = episode.memory.setdefault(self, _Play())
         texts = episode.completions
@@ -246,5 +233,5 @@ class ToolEpisodes:
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""
-        episodes = self.runner.environments(completions, **columns)
+        episodes = self.runner.environments(columns)
         return {"environments": [episode and episode.object for episode in episodes]}

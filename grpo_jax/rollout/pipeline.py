@@ -62,7 +62,7 @@ class Work:
         timeout: Time limit in seconds to render, score or step a chunk. Sampling, which compiles, has no limit.
         stopping: Returns whether to stop; polled twice a second.
         locks: One per stage, shared by concurrent batches.
-        progress: Arguments of the batch's rewards about the run (`rewards.PROGRESS`).
+        progress: Arguments of the batch's rewards about the run.
     """
 
     def __init__(

@@ -17,14 +17,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import Problems, UserError, failures_as, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
-from grpo_jax.rollout.rewards import (
-    Columns,
-    Reward,
-    arguments_of,
-    check_options,
-    required_arguments,
-    with_arguments,
-)
+from grpo_jax.rollout.rewards import Columns, Reward, arguments_of, check_options, with_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,18 +182,17 @@ def require_columns(
     filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
     missing: dict[str, str] = {}
     for reward in (*rewards.maximised, *rewards.evaluated):
-        own = required_arguments(reward.function) if reward.own else []
+        own = arguments_of(reward.function, required=True) if reward.own else []
         missing |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
     columns: dict[str, None] = {}
     for row in rows if missing else ():
         columns |= dict.fromkeys(row.columns)
-        missing = {name: reward for name, reward in missing.items() if name not in row.columns}
-        if not missing:
+        if missing.keys() <= columns.keys():
             return
-    for name, reward in missing.items():
+    for name in [name for name in missing if name not in columns]:
         raise UserError(
-            f"reward {reward}: no column fills its argument {name!r}; the data has {', '.join(columns) or 'none'}: "
-            f"name one by data.columns.{name}, or give the argument a default"
+            f"reward {missing[name]}: no column fills its argument {name!r}; the data has "
+            f"{', '.join(columns) or 'none'}: name one by data.columns.{name}, or give the argument a default"
         )
 
 

@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar
@@ -48,16 +48,10 @@ PICTURES = ("images", "baseline_images")
 MESSAGES = ("prompt_messages", "completion_messages")
 """Prompts and completions as chat messages."""
 
-PROGRESS = ("trainer_state", "log_metric")
-"""The run's progress, and the function that logs a number: no values of completions."""
-
-LOG_EXTRA = "log_extra"
-"""The function that logs a column of completions/."""
-
 IS_CONVERSATION = "is_conversation"
 """Whether each prompt is a list of messages."""
 
-WHERE_NAMED = (*MESSAGES, *PROGRESS, LOG_EXTRA, IS_CONVERSATION)
+WHERE_NAMED = (*MESSAGES, IS_CONVERSATION, "trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it names them, not by ``**columns``."""
 
 
@@ -91,8 +85,8 @@ class JudgedBatch:
 
     @property
     def columns(self) -> Columns:
-        """Return the arguments `PROGRESS` of the batch's rewards."""
-        return dict(zip(PROGRESS, (self.state, self.log_metric), strict=True))
+        """Return the arguments of the batch's rewards about the run."""
+        return {"trainer_state": self.state, "log_metric": self.log_metric}
 
     @property
     def logged(self) -> dict[str, float]:
@@ -177,15 +171,29 @@ def collect_rewards(
 
 def _call(function: Reward, name: str, arguments: Columns) -> object:
     at_work(f"reward {name}")
-    with _blamed(name):
+    with failures_as(lambda error: RewardError(name, reason_of(error))):
+        shown = _in_messages(arguments, getattr(function, "reads_messages", False))
         # Each call gets its own values, so that a reward cannot change the input of another one, or the stored rows.
-        return function(**own_copy(accepted_arguments(function, arguments)))
+        return function(**own_copy(accepted_arguments(function, shown)))
+
+
+def _in_messages(arguments: Columns, messages: bool | None) -> Columns:
+    """Return arguments with prompts and completions in the form that `with_arguments` describes."""
+    count = len(arguments["completions"])
+    chosen = arguments.get(IS_CONVERSATION, [False] * count) if messages is None else [messages] * count
+    if not any(chosen):
+        return arguments
+    forms = {}
+    for name, chats in zip(("prompts", "completions"), MESSAGES, strict=True):
+        values = zip(arguments[name], arguments[chats], chosen, strict=True)
+        forms[name] = [chat if is_chat else text for text, chat, is_chat in values]
+    return {**arguments, **forms}
 
 
 def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
     """Convert a reward's result to f64 [count]; NaN for None and, if lenient, for a non-finite number."""
     at_work(f"reward {name}")
-    with _blamed(name):
+    with failures_as(lambda error: RewardError(name, reason_of(error))):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
     numbers = np.full(len(values), np.nan)
     for i, value in enumerate(values):
@@ -207,14 +215,14 @@ def make_score(
     *,
     missing: bool,
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
-    tokenize: Callable[[str], list[int]] | None = None,
+    tokenize: Callable[[str], list[int]] = lambda text: [],
     role: str = "user",
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
+    """Make score(rows, episodes `[P][G]`, pictures, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
-    A reward may ask for episodes `[P][G]` as "episodes", token ids `[P][G]` as "completion_ids", and prompts and
-    completions as chat messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a
-    reward can recognise groups. `progress` holds the arguments `PROGRESS`.
+    It judges the last completions. A reward may ask for "episodes", for token ids as "completion_ids", and for prompts
+    and completions as chat messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a
+    reward can recognise groups. `progress` holds arguments about the run.
 
     Args:
         rewards: N functions by name.
@@ -224,47 +232,34 @@ def make_score(
         tokenize: Encodes a completion that the policy did not generate.
         role: Role of observations in the messages of an episode.
     """
-    ids_asked = any(asks(function, "completion_ids") for function in (*rewards.values(), *eval_rewards.values()))
 
     def score(
         rows: Sequence[Row],
-        texts: list[list[str]],
+        episodes: Sequence[Sequence[Episode]],
         pictures: Any,
-        episodes: list[list[Episode]] | None = None,
         tokens: list[list[list[int]]] | None = None,
         progress: Columns = MappingProxyType({}),
         missing: bool = missing,
     ) -> tuple[np.ndarray, np.ndarray]:
-        group = len(texts[0])
+        group, judged = len(episodes[0]), [*itertools.chain.from_iterable(episodes)]
+        completions = [episode.last.completion for episode in judged]
         prompts, columns = repeat_rows(rows, group)
-        columns |= progress
-        completions = [*itertools.chain.from_iterable(texts)]
+        columns |= {"episodes": judged, **progress}
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
-        if episodes is None:  # episodes may be judged without their group
+        if all(episode.final and len(episode.turns) == 1 for episode in judged):  # others may lack their group
             columns["place_in_group"] = [*range(group)] * len(rows)
-        else:
-            columns["episodes"] = [*itertools.chain.from_iterable(episodes)]
-        if ids_asked and (tokens is not None or tokenize is not None):
-            written = [*itertools.chain.from_iterable(tokens or [])] or [[] for _ in completions]
-            columns["completion_ids"] = [  # a completion that the policy did not generate is encoded here
-                ids or ([] if tokenize is None else tokenize(text))
-                for ids, text in zip(written, completions, strict=True)
-            ]
+        written = [[]] * len(judged) if tokens is None else itertools.chain.from_iterable(tokens)
+        columns["completion_ids"] = [ids or tokenize(text) for ids, text in zip(written, completions, strict=True)]
         columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
-        columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
-        if episodes is not None:
-            columns[MESSAGES[1]] = [_episode_messages(episode, role) for group in episodes for episode in group]
+        columns[MESSAGES[1]] = [_episode_messages(episode, role) for episode in judged]
         columns[IS_CONVERSATION] = [bool(row.messages) for row in rows for _ in range(group)]
         if columns_of is not None:
             columns |= columns_of(completions, own_copy(columns))
 
-        on_error = "missing" if missing else "raise"
-        first, second = (
-            collect_rewards(some, prompts, completions, columns, group, on_error=on_error)
-            for some in (rewards, eval_rewards)
-        )
-        return first, second
+        judge = functools.partial(collect_rewards, on_error="missing" if missing else "raise")
+        arguments = prompts, completions, columns, group
+        return judge(rewards, *arguments), judge(eval_rewards, *arguments)
 
     return score
 
@@ -328,11 +323,6 @@ async def call_async(function: Callable[..., Any], /, *arguments: Any, **named: 
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def _blamed(name: str) -> AbstractContextManager[None]:
-    """Convert any exception inside to RewardError; `StopRun` propagates."""
-    return failures_as(lambda error: RewardError(name, reason_of(error)))
-
-
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = tuple(
     f"{folder}{os.sep}"
@@ -356,31 +346,25 @@ def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if asks(function, name)}
 
 
-def _parameters(function: Reward) -> list[inspect.Parameter] | None:
-    """Return a function's parameters; None for a builtin without a signature."""
+def _parameters(function: Reward) -> list[inspect.Parameter]:
+    """Return a function's parameters; ``**columns`` for a builtin without a signature."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
-        return None
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
 
 
 def asks(function: Reward, name: str) -> bool:
-    """Return whether a reward takes an argument; without a signature it takes all but `WHERE_NAMED`."""
+    """Return whether a reward takes an argument."""
     parameters = _parameters(function)
-    others = parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return any(parameter.name == name for parameter in parameters or ()) or (others and name not in WHERE_NAMED)
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return any(parameter.name == name for parameter in parameters) or (takes_others and name not in WHERE_NAMED)
 
 
-def arguments_of(reward: Reward) -> list[str]:
-    """Return a reward's arguments that can be passed by name; none for a builtin."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [parameter.name for parameter in _parameters(reward) or () if parameter.kind in kinds]
-
-
-def required_arguments(reward: Reward) -> list[str]:
-    """Return a reward's arguments without a default."""
-    named = arguments_of(reward)
-    return [one.name for one in _parameters(reward) or () if one.name in named and one.default is one.empty]
+def arguments_of(reward: Reward, *, required: bool = False) -> list[str]:
+    """Return a reward's arguments that can be passed by name, or only those without a default."""
+    named = [one for one in _parameters(reward) if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return [one.name for one in named if not required or one.default is one.empty]
 
 
 def with_arguments(
@@ -400,19 +384,9 @@ def with_arguments(
 
     @functools.wraps(reward)
     def bound(**arguments: Any) -> object:
-        if messages is not False:
-            flags = arguments.get(IS_CONVERSATION) if messages is None else itertools.repeat(True)
-            for name, chats in zip(("prompts", "completions"), MESSAGES if flags else (), strict=False):
-                forms = zip(arguments[name], arguments[chats], flags, strict=False)
-                arguments[name] = [chat if is_chat else text for text, chat, is_chat in forms]
-        return reward(**{**accepted_arguments(reward, arguments), **judges, **own_copy(options)})
+        return reward(**{**arguments, **judges, **own_copy(options)})
 
-    if messages is not False:
-        own = _parameters(reward) or [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-        names = {"prompts", "completions", *MESSAGES, IS_CONVERSATION} - {parameter.name for parameter in own}
-        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        signature = inspect.Signature(sorted([*own, *added], key=lambda parameter: parameter.kind))
-        bound.__signature__ = signature  # type: ignore[attr-defined]
+    bound.reads_messages = messages  # type: ignore[attr-defined]
     return bound
 
 

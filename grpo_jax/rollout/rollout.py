@@ -26,7 +26,7 @@ from grpo_jax.rollout.encoding import ParsedCompletion, PictureInput
 from grpo_jax.rollout.env import EnvSettings, Episode, Observation, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.rewards import LOG_EXTRA, ExtraColumns
+from grpo_jax.rollout.rewards import ExtraColumns
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.sampling.episodes import EpisodeSampler
 
@@ -47,9 +47,8 @@ class RolloutFns(NamedTuple):
         encode: Rows → `Encoded`, left-padded to a length that does not depend on the batch.
         decode: (token ids of one completion, the user's prompt) → (raw completion, its `ParsedCompletion`).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`; None without a renderer.
-        score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards; NaN is missing.
-            In multi-turn tasks `episodes` `[P][G]` are those that end with the texts. `tokens` `[P][G]` are the
-            policy's token ids, if it generated the texts.
+        score: (rows, episodes `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards of the last
+            completions; NaN is missing. `tokens` `[P][G]` are the policy's token ids, if it generated them.
         encode_images: (variables, `Pictures`) → their `PictureStates`, and the input of the update: these states, or
             the `Pictures` to encode again. None for a policy without pictures.
         gallery: Number of first held-out rows whose episodes keep their pictures.
@@ -316,9 +315,9 @@ class _Chunk:
             size = self.active.shape[1] if self.active.all() else 1
             groups = [places[first : first + size] for first in range(0, len(places), size)]
             rows = [self.rows[group[0][0]] for group in groups]
-            texts = [[self.episodes[p][g].last.completion for p, g in group] for group in groups]
             drawn = None
             if fns.render is not None:
+                texts = [[self.episodes[p][g].last.completion for p, g in group] for group in groups]
                 with self.work.stage("render", self.number):
                     drawn = fns.render(rows, texts, self.iteration or 0, self.iteration is None)
                 images = getattr(drawn, "images", None)  # may raise
@@ -329,11 +328,10 @@ class _Chunk:
             with self.work.stage("score", self.number):
                 values = fns.score(
                     rows,
-                    texts,
+                    [[self.episodes[p][g] for p, g in group] for group in groups],
                     drawn,
-                    episodes=None if fns.env is None else [[self.episodes[p][g] for p, g in some] for some in groups],
                     tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
-                    progress={**self.work.progress, LOG_EXTRA: extra.log_extra},
+                    progress={**self.work.progress, "log_extra": extra.log_extra},
                 )
         judged = []
         for some in self.work.share([*values]):

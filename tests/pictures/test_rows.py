@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from support.rollouts import single_turns
 from support.tiny_models import VISION_TOKENS, chat_tokenizer
 from support.vision.folders import picture, write_rows
 
@@ -306,7 +307,7 @@ def asked(rows, drawn=None):
         got.update(columns, prompts=prompts)
         return [0.0] * len(completions)
 
-    make_score({"r": reward}, {}, missing=False)(rows, [["a", "b"]] * len(rows), drawn)
+    make_score({"r": reward}, {}, missing=False)(rows, single_turns([["a", "b"]] * len(rows)), drawn)
     return got
 
 

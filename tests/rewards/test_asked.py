@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from support.rollouts import single_turns
 from support.text_task import SHORT, completions, rows, train_here
 
 from grpo_jax.config.command_line import load_config, parse
@@ -23,7 +24,8 @@ from grpo_jax.train import main
 OWN = """
 import numpy as np
 
-def seen(completions, completion_ids, trainer_state, log_metric):
+def seen(completions, completion_ids, trainer_state, log_metric, episodes):
+    assert [len(episode.turns) for episode in episodes] == [1] * len(completions)
     log_metric("done", trainer_state.global_step)
     log_metric("of", trainer_state.max_steps)
     return [len(ids) for ids in completion_ids]
@@ -150,7 +152,7 @@ def test_the_messages_of_an_episode_are_all_its_turns():
     heard = []
     resolved = ResolvedReward("mine", lambda completions: [heard.append(completions) or 1.0], messages=None)
     score = make_score({"mine": bind(resolved, {})}, {}, missing=False, role="tool")
-    score([Row(0, "Add.", messages=talk)], [["It is 3."]], None, [[Episode(turns)]])
+    score([Row(0, "Add.", messages=talk)], [[Episode(turns)]], None)
     spoken = [("assistant", "add"), ("tool", "2"), ("tool", "3"), ("assistant", "It is 3.")]
     assert heard == [[[{"role": role, "content": text} for role, text in spoken]]]
 
@@ -168,11 +170,12 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
     """Prompts as they are, and an oracle's texts, are judged by the same rewards."""
     score = make_score({"n": lambda completion_ids: list(map(len, completion_ids))}, {}, missing=False, tokenize=list)
     rows = [Row(0, "a"), Row(1, "b")]
-    rewards, _ = score(rows, [["ab"], [""]], None)
+    rewards, _ = score(rows, single_turns([["ab"], [""]]), None)
     assert rewards.ravel().tolist() == [2, 0]
-    rewards, _ = score(rows, [["ab"], [""]], None, tokens=[[[7, 8, 9]], [[7]]])
+    rewards, _ = score(rows, single_turns([["ab"], [""]]), None, tokens=[[[7, 8, 9]], [[7]]])
     assert rewards.ravel().tolist() == [3, 1]
-    rewards, _ = score([Row(0, "abc")], [["x", "abc"]], None, tokens=[[[7], []]])  # a group keeps the unchanged prompt
+    kept = single_turns([["x", "abc"]])  # a group keeps the unchanged prompt
+    rewards, _ = score([Row(0, "abc")], kept, None, tokens=[[[7], []]])
     assert rewards.ravel().tolist() == [1, 3]
 
 

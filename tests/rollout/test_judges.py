@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny_models
+from support.rollouts import single_turns
 
 from bridges.diffusion import RenderError
 from bridges.judges.open_clip import OpenClip
@@ -40,7 +41,7 @@ def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load):
     score = make_score({"gain": bind(ResolvedReward("gain", alignment_gain), judges)}, {}, missing=False)
     texts = [[row.prompt, f"{row.prompt}, painted in oil, dog of red", row.prompt] for row in ROWS]
     pictures = render(ROWS, texts, 5, False)
-    rewards, watched = score(ROWS, texts, pictures)
+    rewards, watched = score(ROWS, single_turns(texts), pictures)
     assert rewards.shape == (2, 3, 1) and watched.shape == (2, 3, 0)
     np.testing.assert_array_equal(rewards[:, ::2], 0)
     assert (np.abs(rewards[:, 1]) > 1e-6).all()
@@ -61,6 +62,7 @@ def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):
     pictures = make_render(judges, lenient, baselines=True)(ROWS, texts, 0, False)
     rewards = {"alignment": alignment, "faithfulness": Faithfulness()}
     bound = {name: bind(ResolvedReward(name, reward), judges) for name, reward in rewards.items()}
-    rewards, watched = make_score(bound, {"seen": bound["alignment"]}, missing=True)(ROWS, texts, pictures)
+    score = make_score(bound, {"seen": bound["alignment"]}, missing=True)
+    rewards, watched = score(ROWS, single_turns(texts), pictures)
     assert np.isnan(rewards[..., 0]).all() and np.isnan(watched).all()
     np.testing.assert_array_equal(rewards[..., 1], 0)  # the prompt itself is as faithful as can be

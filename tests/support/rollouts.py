@@ -19,6 +19,11 @@ def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
     return Rollout(rows, episodes, rewards, eval_rewards, columns=columns)
 
 
+def single_turns(texts):
+    """Ended episodes of one turn with texts `[P][G]`."""
+    return [[Episode((Turn(text),), final=True) for text in group] for group in texts]
+
+
 def drawn(ctx, variables, iteration=0):
     """The rollout of an iteration and the update's batch, as the trainer makes them."""
     rollout, objectives, _ = draw(ctx, variables, iteration)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import yaml
+from support.rollouts import single_turns
 from support.text_task import assert_same_run, episodes_of, rewound, train_here
 
 from grpo_jax import demo
@@ -190,12 +191,12 @@ def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():
     assert len(made) == 3 and steps == [*"aabcde"]
     go_on("f")
     own = {"environment": ["World"], "seed": [5], "episodes": episodes[:1]}
-    assert runner.reward(["go"], ["f"], **own) == [3.0] and runner.step([row], episodes[:1]) == [None]
-    assert len(steps) == 7 and runner.environments(["f"], **own) == made[:1]
+    assert runner.reward(**own) == [3.0] and runner.step([row], episodes[:1]) == [None]
+    assert len(steps) == 7 and runner.environments(own) == made[:1]
     assert runner.step([row], [Episode(tuple(map(Turn, "acf")))]) == [None] and len(made) == 4  # another episode
-    alone = {"environment": ["World"] * 2, "seed": [5, 5]}
-    assert runner.reward(["go"] * 2, ["a", "a"], **alone) == runner.reward(["go"] * 2, ["a", "a"], **alone) == [1, 1]
-    assert len(made) == 6  # several rewards of single turns take one step
+    (alone,) = single_turns([["a", "a"]])
+    own = {"environment": ["World"] * 2, "seed": [5, 5], "episodes": alone}
+    assert runner.reward(**own) == runner.reward(**own) == [1, 1] and len(made) == 6  # several rewards take one step
 
 
 @pytest.mark.parametrize("old", [["a.py:A", "b.py:B"], {"a.py:A": 3, "b.py:B": 1}])

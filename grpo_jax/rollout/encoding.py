@@ -6,7 +6,6 @@ The chat template turns messages, with their pictures, into tokens of one width.
 from __future__ import annotations
 
 import datetime
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import Encoded, Row, map_pictures, messages_of, row_facts, text_bytes
+from grpo_jax.rollout.data import Encoded, Row, map_pictures, messages_of, pad, row_facts, text_bytes
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
 from grpo_jax.rollout.tools import toolboxes
 from grpo_jax.sampling.sampler import bucket_size
@@ -152,7 +151,7 @@ def make_encode(
         ]
         pictures = None if vision is None else pack_rows(prepared, vision, slots=slots, patches=patches)
         width = bucket_size(max(longest, *map(len, ids)), smallest=8)
-        return Encoded(*pad_left(ids, width, pad_id), pictures)
+        return Encoded(*pad(ids, width, pad_id, left=True), pictures)
 
     return encode
 
@@ -184,14 +183,6 @@ def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Pi
         map_pictures(row, open_once)
     prepared = dict(zip(opened, processor.prepare(list(opened.values())), strict=True))
     return [[prepared[id(source)] for source in row.pictures] for row in rows]
-
-
-def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad token lists to one array i32 [P, width] and its mask bool [P, width]; none may be longer."""
-    mask = np.arange(width) >= width - np.array([len(tokens) for tokens in encoded])[:, None]
-    array = np.full(mask.shape, pad_id, np.int32)
-    array[mask] = [*itertools.chain.from_iterable(encoded)]
-    return array, mask
 
 
 def _make_tokens_of(

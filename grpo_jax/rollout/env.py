@@ -22,7 +22,7 @@ from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, place_pictures
-from grpo_jax.rollout.data import Encoded, Row
+from grpo_jax.rollout.data import Encoded, Row, pad
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.rewards import as_list, reason_of
@@ -279,20 +279,22 @@ def ask_environment(
         pictures = prepared(prepare, shown, places, shape)
     except EnvError as error:
         observations = [error if several else one for several, one in zip(shown, observations, strict=True)]
-    encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
+    encoded: list[list[int]] = [[] for _ in range(shape[0] * shape[1])]
     for number, ((p, g), observation) in enumerate(zip(places, observations, strict=True)):
         if isinstance(observation, EnvError) or observation.done:
             continue
         grids = [] if pictures is None else [*pictures.grid[p, g][: len(observation.pictures)]]
         try:
-            observations[number], encoded[p][g] = _encoded(env.encode_observation, observation, ended[number], grids)
+            answer = _encoded(env.encode_observation, observation, ended[number], grids)
+            observations[number], encoded[p * shape[1] + g] = answer
         except EnvError as error:
             observations[number] = error
     failures = [one for one in observations if isinstance(one, EnvError)]
     if failures and not env.lenient:
         raise failures[0]
     given = [None if isinstance(one, EnvError) else one for one in observations]
-    return given, _padded(encoded, env.pad_id, pictures)
+    tokens, mask = pad(encoded, max(1, *map(len, encoded)), env.pad_id)
+    return given, Encoded(tokens.reshape(*shape, -1), mask.reshape(*shape, -1), pictures)
 
 
 def _encoded(
@@ -306,16 +308,6 @@ def _encoded(
             raise
         in_place = Observation(observation.otherwise)
         return in_place, encode(in_place, ended, [])
-
-
-def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> Encoded:
-    """Pad token lists `[P][G]` to arrays at least one token wide."""
-    width = max(1, *(len(tokens) for group in encoded for tokens in group))
-    lengths = np.array([[len(tokens) for tokens in group] for group in encoded])
-    mask = np.arange(width) < lengths[..., None]
-    array = np.full(mask.shape, pad_id, np.int32)
-    array[mask] = [token for group in encoded for tokens in group for token in tokens]
-    return Encoded(array, mask, pictures)
 
 
 def prepared(

@@ -290,11 +290,9 @@ def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFold
     """
     if texts is None:
         return None
-    for name, changed in (
-        ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
-        ("sampling.stop", bool(config.sampling.stop)),
-    ):
-        require(not changed, name, "its default: the task lists the possible texts", "another")
+    default = "its default: the task lists the possible texts"
+    config.require(not config.data.forbidden_tokens, "data.forbidden_tokens", default)
+    config.require(not config.sampling.stop, "sampling.stop", default)
     most, gap = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
     unknown = folder.tokenizer.unk_token_id
     numbers: dict[tuple[int, ...], int] = {}

@@ -67,11 +67,11 @@ class EnvRunner:
 
     def __init__(
         self,
-        makers: Mapping[str, Callable[[], Any]],
+        makers: Mapping[str, Callable[[], SingleEnv | ToolEpisode]],
         seed: str = "seed",
         step: Callable[[Any, str, bool], object] = lambda environment, text, final: environment.step(text),
     ):
-        """Take makers of `SingleEnv` by kind, the rows' column "environment", and the name of the column of seeds.
+        """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds.
 
         `step` takes an environment, a completion, and whether no further turn can follow it.
         """

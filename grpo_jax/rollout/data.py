@@ -253,13 +253,6 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
     return int(state[0] >> np.uint64(1))
 
 
-def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[object]]]:
-    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None if a row has no value."""
-    names = dict.fromkeys(name for row in rows for name in row.columns)
-    repeated = [row for row in rows for _ in range(group_size)]
-    return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}
-
-
 def own_copy(value: Any) -> Any:
     """Copy nested lists, tuples, dictionaries, sets and NumPy arrays; share plain values and all other objects."""
     kind = type(value)

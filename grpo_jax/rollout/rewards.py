@@ -30,7 +30,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, failures_as, one_line
-from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, own_copy, repeat_rows
+from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, own_copy
 from grpo_jax.rollout.pictures import open_picture
 from grpo_jax.rollout.pipeline import at_work
 
@@ -243,17 +243,14 @@ def make_score(
     ) -> tuple[np.ndarray, np.ndarray]:
         group, judged = len(episodes[0]), [*itertools.chain.from_iterable(episodes)]
         completions = [episode.last.completion for episode in judged]
-        prompts, columns = repeat_rows(rows, group)
-        columns |= {"episodes": judged, **progress}
-        columns |= _prompt_columns(rows, group, drawn=pictures is not None)
+        prompts = [row.prompt for row in rows for _ in range(group)]
+        columns = _row_columns(rows, group, drawn=pictures is not None) | {"episodes": judged, **progress}
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
         if all(episode.final and len(episode.turns) == 1 for episode in judged):  # others may lack their group
             columns["place_in_group"] = [*range(group)] * len(rows)
         written = [[]] * len(judged) if tokens is None else itertools.chain.from_iterable(tokens)
         columns["completion_ids"] = [ids or tokenize(text) for ids, text in zip(written, completions, strict=True)]
-        columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows for _ in range(group)]
         columns[MESSAGES[1]] = [_episode_messages(episode, role) for episode in judged]
-        columns[IS_CONVERSATION] = [bool(row.messages) for row in rows for _ in range(group)]
         if columns_of is not None:
             columns |= columns_of(completions, own_copy(columns))
 
@@ -275,21 +272,25 @@ def _episode_messages(episode: Episode, role: str) -> list[dict[str, str]]:
     return messages
 
 
-def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
-    """Return the columns of the prompts' pictures and conversations, repeated for each completion.
+def _row_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, Any]:
+    """Return the rows' columns, and those of their pictures and conversations, repeated for each completion.
 
-    "pictures" are lists of PIL images. Without a renderer they are also "images", and "image" is the first of each.
-    "messages" are the original conversations, unless the rows have a column of that name.
+    A column is None for a row without a value. "pictures" are lists of PIL images. Without a renderer they are also
+    "images", and "image" is the first of each. "messages" are the original conversations, unless the rows have a column
+    of that name.
     """
-    columns: dict[str, list[object]] = {}
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    columns: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
+    columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows]
+    columns[IS_CONVERSATION] = [bool(row.messages) for row in rows]
     if any(row.pictures for row in rows):
         pictures = [map_pictures(row, open_picture) for row in rows]
-        columns["pictures"] = [*pictures]
+        columns["pictures"] = pictures
         if not drawn:
-            columns["images"] = [*pictures]
+            columns["images"] = pictures
             columns["image"] = [first[0] if first else None for first in pictures]
-    if any(row.messages for row in rows) and not any("messages" in row.columns for row in rows):
-        columns["messages"] = [as_chat_messages(row) for row in rows]
+    if any(columns[IS_CONVERSATION]) and "messages" not in names:
+        columns["messages"] = columns[MESSAGES[0]]
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
 
 

@@ -179,6 +179,13 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
     assert rewards.ravel().tolist() == [1, 3]
 
 
+def test_a_column_is_none_for_a_row_without_a_value():
+    got = {}
+    score = make_score({"n": lambda **columns: got.update(columns) or [0.0] * 4}, {}, missing=False)
+    score([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], single_turns([["c", "c"]] * 2), None)
+    assert (got["prompts"], got["x"], got["y"]) == ([*"aabb"], [1, 1, None, None], [None, None, 2, 2])
+
+
 def test_two_rewards_of_one_function_have_a_label_each(finished, table):
     lengths = np.array(table["length"])
     for label, end in (("three", 3), ("six", 6)):

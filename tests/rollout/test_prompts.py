@@ -8,7 +8,7 @@ import pytest
 from support.marked_tokenizers import TOKENIZERS
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import Row, batch_at, batches_per_epoch, epoch_order, noise_seed, repeat_rows
+from grpo_jax.rollout.data import Row, batch_at, batches_per_epoch, epoch_order, noise_seed
 from grpo_jax.rollout.encoding import as_is, completion_statistics, continued, make_decode
 from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 
@@ -162,12 +162,6 @@ def test_noise_is_shared_by_a_prompt_fresh_in_training_and_fixed_in_evaluation()
     assert noise_seed(0, 0, 2, evaluation=True) != noise_seed(0, 0, 2)
     # Large numbers must not run into their neighbours: (2^32, 0) is not (0, 1).
     assert noise_seed(2**32, 0, 0) != noise_seed(0, 1, 0)
-
-
-def test_repeat_rows_fills_missing_columns_with_none():
-    prompts, columns = repeat_rows([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], 2)
-    assert prompts == ["a", "a", "b", "b"]
-    assert columns == {"x": [1, 1, None, None], "y": [None, None, 2, 2]}
 
 
 def test_appended_words_are_told_apart_from_the_prompt():

@@ -122,13 +122,6 @@ class Rows(Sequence[Row]):
             return tuple(map(self.make, self.facts["place"][index].tolist()))
         return self.make(int(self.facts["place"][index]))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(map(Row.__eq__, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
     def take(self, which: np.ndarray) -> Rows:
         """Return some rows, by place or by mask."""
         return Rows(self.make, self.facts[which])

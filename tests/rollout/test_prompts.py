@@ -28,7 +28,7 @@ from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 )
 def test_rows_carry_line_numbers_and_columns(tmp_path, name, content, rows):
     (tmp_path / name).write_bytes(content.encode())
-    assert load_prompts(tmp_path / name, held_out=0).train == rows
+    assert tuple(load_prompts(tmp_path / name, held_out=0).train) == rows
 
 
 def test_split_column_decides():

@@ -80,8 +80,7 @@ def load_prompts(
         UserError: The file is missing, unreadable or empty, or has bad lines: it names the first and counts all.
     """
     if validation or test:
-        others = {part: place for part, place in (("validation", validation), ("test", test)) if place}
-        return _separate({"train": data, **others}, columns, apart=True)
+        return _separate((data, validation, test), columns, apart=True)
     subject = str(data) if isinstance(data, str | Path) else "prompts"
     return _split(_scan(data, columns, subject), subject, held_out)
 
@@ -96,16 +95,17 @@ def make_prompt_set(
     Raises:
         UserError: If a row is bad or there are no rows for training.
     """
-    others = {part: rows for part, rows in (("validation", [*validation]), ("test", [*test])) if rows}
-    return _separate({"train": train, **others}, {}, apart=False)
+    return _separate((train, [*validation], [*test]), {}, apart=False)
 
 
-def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bool) -> PromptSet:
+def _separate(data: tuple[Data, Data, Data], columns: Mapping[str, str], *, apart: bool) -> PromptSet:
     """Read each split from its own data, with continuing ids; with `apart`, no prompt may be in two splits."""
     parts: dict[str, Rows] = {}
     digests = np.empty(0, FACTS["digest"])
     first = 0
-    for part, own in data.items():
+    for part, own in zip(SPLITS, data, strict=True):
+        if part != "train" and not own:
+            continue
         where = "data.prompts" if part == "train" else f"data.{part}"
         rows = _scan(own, columns, str(own) if isinstance(own, str | Path) else part, first=first)
         if (rows.facts["split"] != NO_SPLIT).any():

@@ -204,13 +204,8 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
 
 
 def _undecodable_line(path: Path) -> int:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return next((number for number, line in enumerate(file, 1) if re.search("[\udc80-\udcff]", line)), 1)
 
 
 def dataset_records(value: Any, subject: str, base: Path | None = None) -> Records | None:

@@ -212,7 +212,7 @@ def completions_table(folder: str | Path) -> Table | None:
 def _columns(rows: Rows) -> list[str]:
     """Return the columns of the page, texts before numbers; raw completions only if words differ."""
     shown = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str | int | float))
-    if all(str(row.get("raw_completion")).strip() == row.get("completion") for row in rows):
+    if all(str(row.get("raw_completion")).strip() == str(row.get("completion")).strip() for row in rows):
         shown.pop("raw_completion", None)
     return sorted(shown, key=lambda name: not any(isinstance(row.get(name), str) for row in rows))
 

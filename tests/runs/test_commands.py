@@ -51,10 +51,10 @@ def test_a_run_directory_holds_what_is_promised(finished):
     page = (finished / "report.html").read_text()
     assert "KL to the reference" in page and "Clipped tokens" in page
     assert "The first of 5 of 6 iterations" in page
-    titles = [re.findall(r"<th>(.*?)</th>", table) for table in re.findall(r"<thead>.*?</thead>", page)]
-    numbers = ["step", "reward · letters", "reward · brief", "advantage", "length"]
+    titles = [re.findall(r"<th\b[^>]*>(.*?)</th>", table) for table in re.findall(r"<thead>.*?</thead>", page)]
+    numbers = ["step", "reward\N{NO-BREAK SPACE}· letters", "reward\N{NO-BREAK SPACE}· brief", "advantage", "length"]
     assert titles == [
-        [*numbers, "truncated", "valid", "prompt", "completion"],
+        ["prompt", "completion", *numbers, "truncated", "valid"],
         ["prompt", "completion", "letters", "brief"],
     ]
     assert "rewrite</" not in page and "added words" not in page and "unchanged prompts" not in page

@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, TextIO
 
 from grpo_jax.config.fields import to_yaml
@@ -176,11 +176,12 @@ def open_output(config: Config) -> RunOutput | NoOutput:
     return on_all_processes(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
 
 
-class NoOutput:
+class NoOutput(nullcontext["NoOutput"]):
     """No output, for all processes except process 0."""
 
     def __init__(self, config: Config):
         """Define the run directory, without touching the disk."""
+        super().__init__(self)
         self.directory = RunDirectory(config.run_dir or "")
 
     def info(self, *_: object, **__: object) -> None:
@@ -191,12 +192,6 @@ class NoOutput:
     def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Return the number of rows to keep."""
         return step if rows is None else rows
-
-    def __enter__(self) -> NoOutput:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the folder to process 0."""
 
 
 def _error_text(error: BaseException) -> str:

@@ -64,7 +64,7 @@ def one(options: list[str], change=None) -> None:
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
-    from grpo_jax.runs.session import Callbacks, Session, stop_requests
+    from grpo_jax.runs.session import Callbacks, stop_requests
     from grpo_jax.runs.trainer import Trainer
 
     config = parse(options)
@@ -78,7 +78,7 @@ def one(options: list[str], change=None) -> None:
         if change is not None:
             ctx = ctx._replace(fns=ctx.fns._replace(score=change(ctx.fns.score)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            trainer = Trainer(Session(config, output, checkpoints, stop, Callbacks(), clock), ctx)
+            trainer = Trainer(ctx, output, checkpoints, stop, Callbacks(), clock)
             trainer.begin()
             trainer.train()
             trainer.finish()

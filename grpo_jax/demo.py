@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradio import Blocks
 
     from grpo_jax.rollout.env import Episode
-    from grpo_jax.runs.evaluation import Asker
+    from grpo_jax.runs.evaluation import InferenceSession
 
 _HOST = "127.0.0.1"
 _EXAMPLES = 6
@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.evaluation import Asker, checkpoint_names
+    from grpo_jax.runs.evaluation import InferenceSession, checkpoint_names
     from grpo_jax.runs.policy import run_config
     from grpo_jax.runs.processes import enable_compile_cache
 
@@ -85,9 +85,9 @@ def _serve(options: argparse.Namespace) -> None:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     enable_compile_cache()
-    with ExitStack() as leaving:
-        asker = Asker(options.run, lambda name, detail="": print(f"{name:<10} {detail}"), leaving)
-        page = make_page(asker, options, names)
+    with ExitStack() as exit_stack:
+        session = InferenceSession(options.run, lambda name, detail="": print(f"{name:<10} {detail}"), exit_stack)
+        page = make_page(session, options, names)
         page.queue(default_concurrency_limit=1)
         # The Host header detects DNS rebinding by a page elsewhere.
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[_HOST, "localhost"])
@@ -104,7 +104,7 @@ def _serve(options: argparse.Namespace) -> None:
             max_file_size=1,
             app_kwargs={"middleware": [hosts, Middleware(Guard)]},
         )
-        leaving.callback(page.close, verbose=False)
+        exit_stack.callback(page.close, verbose=False)
         print(f"serving    http://{_HOST}:{options.port}, until Ctrl-C", flush=True)
         threading.Event().wait()
 
@@ -119,19 +119,19 @@ def _require_free(port: int) -> None:
         raise UserError(f"--port: cannot listen on {_HOST}:{port} ({one_line(error)}); choose another") from error
 
 
-def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> str:
+def answer(session: InferenceSession, prompt: str, seed: int, checkpoints: Sequence[str]) -> str:
     """Return the checkpoints' answers to a prompt as HTML; without a renderer, a group of each."""
     from grpo_jax.reports.page import render
     from grpo_jax.runs.results import shown_episode
 
-    row, display = asker.row(prompt, seed), asker.ctx.config.task.display
-    greedy = {name: asker.write(row, name)[0] for name in checkpoints}
-    plain = asker.unchanged(row)
+    row, display = session.row(prompt, seed), session.ctx.config.task.display
+    greedy = {name: session.write(row, name)[0] for name in checkpoints}
+    plain = session.unchanged(row)
     judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
     entries = [shown_episode(row, one)._replace(title=name, prompt="") for name, one in judged.items()]
     sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("shown_episodes", entries, display)]
-    for name in () if asker.ctx.fns.render else checkpoints:
-        episodes = asker.write(row, name, group=True)
+    for name in () if session.ctx.fns.render else checkpoints:
+        episodes = session.write(row, name, group=True)
         rows = [[one.last.completion, *one.last.rewards.values()] for one in episodes]
         title = f"A group of {name}, sampled as in training"
         sections.append(render("table", title, ["completion", *episodes[0].last.rewards], rows))
@@ -149,13 +149,13 @@ def _note(judged: Mapping[str, Episode]) -> str:
     return " ".join(notes)
 
 
-def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -> Blocks:
+def make_page(session: InferenceSession, options: argparse.Namespace, names: Sequence[str]) -> Blocks:
     """Make the page; it answers one request at a time."""
     import gradio
 
     from grpo_jax.reports.page import style
 
-    examples = [[row.prompt, row.id] for row in asker.ctx.test_rows[:_EXAMPLES]]
+    examples = [[row.prompt, row.id] for row in session.ctx.test_rows[:_EXAMPLES]]
     own = style().replace(":root", ":scope").replace("body {", ":scope {")
     scoped = f"<style>@scope (.answer) {{ {own} {_STYLE} }}</style>"
 
@@ -164,7 +164,7 @@ def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -
         try:
             if seed is None:
                 raise UserError("noise: expected a number")
-            sections = answer(asker, prompt, int(seed), checkpoints)
+            sections = answer(session, prompt, int(seed), checkpoints)
         except (UserError, StageError) as error:
             return Markup('<p role="alert" style="color: #c33232">{}</p>').format(one_line(error, 300)), ""
         return "", f'<div class="answer">{scoped}{sections}</div>'

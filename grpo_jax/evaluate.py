@@ -54,8 +54,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         lines = (str(line).replace("EvaluationSection.", "--") for line in error.args)
         raise UserError(*(line.replace("MeshSection.", "--mesh ") for line in lines)) from error
     info = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
-    with ExitStack() as leaving:
-        ctx = load(config, info, leaving=leaving)
+    with ExitStack() as exit_stack:
+        ctx = load(config, info, exit_stack=exit_stack)
         if not ctx.test_rows:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
         identity = ctx.task_data.identity

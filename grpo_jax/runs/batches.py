@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import jax
@@ -23,7 +24,7 @@ from grpo_jax.errors import ABANDONED
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.data import Row, draw_at
+from grpo_jax.rollout.data import draw_at
 from grpo_jax.rollout.rewards import JudgedBatch
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
@@ -57,16 +58,13 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
 
     def collect_draw(number: int) -> Rollout:
         """Collect one draw; its rows and random numbers depend only on (seed, iteration, number)."""
-        return collect(
-            ctx.fns,
-            ctx.samplers.training,
-            variables,
-            rows_at(ctx, iteration, number),
-            # If prompts run out, one may occur twice in an iteration, with other completions.
-            key=jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key,
-            iteration=iteration,
-            work=ctx.work(ctx.config.training.chunk_prompts, locks, judged),
-        )
+        training, rows = ctx.config.training, ctx.prompts.train
+        places = draw_at(ctx.config.seed, iteration, number, batch_size=training.prompts_per_batch, n=len(rows))
+        # If prompts run out, one may occur twice in an iteration, with other completions.
+        key = jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key
+        work = ctx.work(training.chunk_prompts, locks, judged)
+        batch = [rows[place] for place in places]
+        return collect(ctx.fns, ctx.samplers.training, variables, batch, key=key, iteration=iteration, work=work)
 
     rollout, draws = collect_draw(0), 1
     objectives = weigh(ctx, rollout, training=True)
@@ -83,12 +81,6 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
         rollout, informative = rollout.pick(places), informative[places]
         objectives = weigh(ctx, rollout, training=True)
     return rollout, objectives, row | {"draws": draws, "groups_kept": int(informative.sum())} | judged.logged
-
-
-def rows_at(ctx: RunContext, iteration: int, number: int = 0) -> list[Row]:
-    """Return the rows of a draw of an iteration, as `draw_at`."""
-    size, rows = ctx.config.training.prompts_per_batch, ctx.prompts.train
-    return [rows[place] for place in draw_at(ctx.config.seed, iteration, number, batch_size=size, n=len(rows))]
 
 
 def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objectives:
@@ -113,8 +105,13 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     return objectives
 
 
-def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch:
-    """Return the update's batch, with advantages, on the policy's devices."""
+def batch_of(
+    ctx: RunContext,
+    rollout: Rollout,
+    objectives: Objectives,
+    teacher: Callable[[Batch], jax.Array] | None = None,
+) -> Batch:
+    """Return the update's batch, with advantages and a teacher's log-probabilities, on the policy's devices."""
     assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
     mesh = ctx.policy.mesh
     batch = make_batch(
@@ -126,7 +123,8 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch
         pictures=rollout.pictures,
         mesh=mesh if process_count() == 1 else None,  # each process takes its shard below
     )
-    return shard_batch(batch, mesh)
+    batch = shard_batch(batch, mesh)
+    return batch if teacher is None else batch._replace(ref_logprobs=teacher(batch))
 
 
 class Rollouts:
@@ -177,7 +175,7 @@ class Rollouts:
 
         threading.Thread(target=work, name=_AHEAD, daemon=True).start()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all batches in progress, so that sampler and judges are free. `draw` raises their failures."""
         wait(self._drawn.values())
 

@@ -364,9 +364,8 @@ def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
     def described(tree: PyTree) -> dict[str, str]:
         named = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-            leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-            named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{leaf.dtype}{list(leaf.shape)}"
+            array = jax.random.key_data(leaf) if _is_key(leaf) else leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+            named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{array.dtype}{list(array.shape)}"
         return named
 
     stored, expected = described(saved), described(wanted)

@@ -66,14 +66,11 @@ def disk_errors(path: str | Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if not _is_disk_error(error):
             raise
-        folder = Path(path).parent
+        fix = "make room or fix the permissions, then continue with --resume, or start again if nothing was saved yet"
+        message, folder = f"cannot write {path} ({disk_reason(error)}): {fix}", Path(path).parent
         if not folder.exists():
-            gone = f"{folder} is gone: it was deleted under the run, and nothing more can be saved"
-            raise UserError(gone) from error
-        raise UserError(
-            f"cannot write {path} ({disk_reason(error)}): make room or fix the permissions, then continue with "
-            "--resume, or start again if nothing was saved yet"
-        ) from error
+            message = f"{folder} is gone: it was deleted under the run, and nothing more can be saved"
+        raise UserError(message) from error
 
 
 def _is_disk_error(error: OSError | ValueError) -> bool:
@@ -189,15 +186,13 @@ class RunDirectory:
             _remove_empty(run._made)
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"cannot write {short_name(run.path)} ({reason}): choose another --run_dir") from error
-        if not resume:
-            try:
-                began = run._began_only()
-            except UserError:
-                run._lock.release()
-                (run.path / LOCK).unlink(missing_ok=True)
-                raise
-            for folder in began:
+        try:
+            for folder in () if resume else run._began_only():
                 shutil.rmtree(folder, ignore_errors=True)
+        except UserError:
+            run._lock.release()
+            (run.path / LOCK).unlink(missing_ok=True)
+            raise
         return run
 
     def close(self) -> None:

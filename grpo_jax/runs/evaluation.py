@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -62,15 +62,9 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
     if ctx.samplers.rank is not None and not sampled:
         return evaluate_ranking(ctx, variables, rows)
     count = ctx.config.evaluation.samples if sampled else 1
-    rollout = collect(
-        ctx.fns,
-        ctx.samplers.sampled if sampled else ctx.samplers.greedy,
-        variables,
-        rows,
-        key=ctx.key,
-        iteration=None,
-        work=ctx.work(max(chunk_size(ctx) // count, 1)),
-    )
+    sampler = ctx.samplers.sampled if sampled else ctx.samplers.greedy
+    work = ctx.work(max(chunk_size(ctx) // count, 1))
+    rollout = collect(ctx.fns, sampler, variables, rows, key=ctx.key, iteration=None, work=work)
     measures = means(ctx, rollout)
     measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
     measures |= turn_measures(rollout, ctx.measure_names)
@@ -78,7 +72,7 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
     return Evaluation(measures, rollout.first_of_each(), samples)
 
 
-def asked_to_evaluate(ctx: RunContext) -> list[str]:
+def configured_eval_rewards(ctx: RunContext) -> list[str]:
     """Return the eval rewards, without those that the task always has, for which lower may be better."""
     return [name for name in ctx.fns.eval_reward_names if name not in ctx.task_data.rewards.eval_always]
 
@@ -87,7 +81,7 @@ def eval_reward_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, lis
     """Return the eval_rewards of each prompt by name, rounded for checkpoints."""
     values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(ctx.fns.eval_reward_names, values.tolist(), strict=True))
-    return {name: columns[name] for name in asked_to_evaluate(ctx)}
+    return {name: columns[name] for name in configured_eval_rewards(ctx)}
 
 
 def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
@@ -99,23 +93,19 @@ def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
     """
     threshold, judged = ctx.config.evaluation.pass_threshold, rollout.final_values
     count = judged.shape[1]
+
+    def mean_of(values: np.ndarray) -> list[float]:  # over prompts, of the present values [P, k]
+        return [*mean_interval(np.array([present_mean(row) for row in values]))]
+
     statistics: Statistics = {}
     for index, name in enumerate(ctx.measure_names):
         values = judged[..., index]
         present, passed = np.isfinite(values).sum(1), (values >= threshold).sum(1)
-        statistics[name] = {f"mean@{count}": _mean_of(values)}
+        statistics[name] = {f"mean@{count}": mean_of(values)}
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
             statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # it is a probability
-    totals = total_rewards(weigh(ctx, rollout))
-    return statistics | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
-
-
-def _mean_of(values: np.ndarray) -> list[float]:
-    """Return the mean over prompts of the present values [P, k], and its interval."""
-    present = np.isfinite(values)
-    sums = np.where(present, values, 0.0).sum(1, dtype=np.float64)
-    return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
+    return statistics | {TOTAL: {f"mean@{count}": mean_of(total_rewards(weigh(ctx, rollout)))}}
 
 
 def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row]) -> Evaluation:
@@ -124,7 +114,7 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
     assert choices is not None and rank is not None
     texts: list[str] = []
     ranked_rows: list[Row] = []
-    every: dict[str, list[object]] = {}
+    columns: Mapping[str, Sequence[object]] = {}
     for start in range(0, len(rows), chunk_size(ctx)):
         if ctx.is_stopped():
             raise Stopped
@@ -137,26 +127,12 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
         ranking = on_host(rank(variables, prompt.tokens, prompt.mask, **pictures))
         columns = choices.columns(part, ranking.texts, ranking.scores)
         texts += [choices.texts[int(number)] for number in ranking.texts[:, 0]]
-        ranked_rows += [
-            dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
-            for i, row in enumerate(part)
-        ]
-        for name, values in columns.items():
-            every.setdefault(name, []).extend(values)
+        for i, row in enumerate(part):
+            own = {name: values[i] for name, values in columns.items()}
+            ranked_rows.append(dataclasses.replace(row, columns={**row.columns, **own}))
     evaluation = evaluate_texts(ctx, ranked_rows, texts)
-    return evaluation._replace(rollout=evaluation.rollout._replace(columns=every))
-
-
-def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
-    """Evaluate the policy's episodes in control environments; measures are named NAME_CONTROL."""
-    fns, measures = ctx.fns, {}
-    if fns.env is None:
-        return {}
-    for control, step in ctx.task_data.environment.controls.items():
-        env = fns.env._replace(step=step)
-        evaluation = evaluate(ctx._replace(fns=fns._replace(env=env)), variables, rows)
-        measures |= {f"{name}_{control}": evaluation.measures[name] for name in ctx.measure_names}
-    return measures
+    ranked = {name: [row.columns[name] for row in ranked_rows] for name in columns}
+    return evaluation._replace(rollout=evaluation.rollout._replace(columns=ranked))
 
 
 def evaluate_texts(ctx: RunContext, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
@@ -172,12 +148,19 @@ def chunk_size(ctx: RunContext) -> int:
 
 
 def measure_all(ctx: RunContext, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
-    """Evaluate on the test prompts, if any: the policy and, with `references`, the baselines."""
-    rows = ctx.test_rows
+    """Evaluate on the test prompts, if any: the policy and, with `references`, the baselines.
+
+    The policy's measures in a control environment are named NAME_CONTROL.
+    """
+    rows, env = ctx.test_rows, ctx.fns.env
     if not rows:
         return {}
     evaluations = {"greedy": evaluate(ctx, variables, rows)}
-    evaluations["greedy"].measures.update(evaluate_controls(ctx, variables, rows))
+    if env is not None:
+        for control, step in ctx.task_data.environment.controls.items():
+            controlled = evaluate(ctx._replace(fns=ctx.fns._replace(env=env._replace(step=step))), variables, rows)
+            for name in ctx.measure_names:
+                evaluations["greedy"].measures[f"{name}_{control}"] = controlled.measures[name]
     if ctx.config.evaluation.samples:
         evaluations["sampled"] = evaluate(ctx, variables, rows, sampled=True)
     for kind, texts in ctx.task_data.report.references(rows).items() if references else ():
@@ -226,17 +209,17 @@ def checkpoint_names(run_dir: str | Path, wanted: str) -> list[str]:
         return list(dict.fromkeys([wanted, *reversed(checkpoints.available()), START]))
 
 
-class Asker:
+class InferenceSession:
     """A run that is loaded once, including its judges; checkpoints are restored on demand.
 
     Attributes:
         ctx: The run. A failing judge is always an error, whatever the config.
     """
 
-    def __init__(self, run_dir: str | Path, info: Info, leaving: ExitStack):
-        """Load a directory's run; `leaving` closes its judges."""
+    def __init__(self, run_dir: str | Path, info: Info, exit_stack: ExitStack):
+        """Load a directory's run; `exit_stack` closes its judges."""
         config = run_config(run_dir).replace(on_judge_error="stop")
-        self.ctx = load(config, info, leaving=leaving)
+        self.ctx = load(config, info, exit_stack=exit_stack)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         policy = self.ctx.policy
         identity = weights_identity(config, policy, teacher=False)
@@ -252,29 +235,19 @@ class Asker:
         require(0 <= seed < 2**32, "seed", "a number in [0, 2**32)", seed)
         same = [row for row in self._held_out if row.prompt == prompt]
         known = next((row for row in same if row.id == seed), same[0] if same else None)
-        row = dataclasses.replace(known or self._start_episode(Row(-1 - seed, prompt)), id=seed)
+        try:  # the data has no negative id
+            known = known or self.ctx.task_data.environment.start_episode(Row(-1 - seed, prompt))
+        except UserError as error:
+            raise UserError(f"{error}; choose a held-out prompt") from error
+        row = dataclasses.replace(known, id=seed)
         self.ctx.fns.encode([row])  # refuses a prompt that is too long
         return row
 
-    def _start_episode(self, row: Row) -> Row:
-        """Return the row of a typed prompt's episode; its negative id is no row's of the data."""
-        try:
-            return self.ctx.task_data.environment.start_episode(row)
-        except UserError as error:
-            raise UserError(f"{error}; choose a held-out prompt") from error
-
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
         """Return a checkpoint's greedy episode, judged; with `group`, a group sampled as in training."""
-        ctx = self._judging(row)
-        rollout = collect(
-            ctx.fns,
-            ctx.samplers.training if group else ctx.samplers.greedy,
-            self._restore(checkpoint)[0],
-            [row],
-            key=ctx.key,
-            iteration=None,
-            work=ctx.work(1),
-        )
+        ctx, (variables, _) = self._judging(row), self._restore(checkpoint)
+        sampler = ctx.samplers.training if group else ctx.samplers.greedy
+        rollout = collect(ctx.fns, sampler, variables, [row], key=ctx.key, iteration=None, work=ctx.work(1))
         return rollout.episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:

@@ -166,13 +166,13 @@ def load(
     prompts: PromptSet | None = None,
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
-    leaving: ExitStack | None = None,
+    exit_stack: ExitStack | None = None,
     trains: bool = False,
 ) -> RunContext:
     """Load everything, one line (info(name, detail)) per part.
 
     `prompts` and `rewards` (functions by label) replace the config's; without `prompts`, those from Python are read
-    from the run directory, which keeps them. `leaving` closes judges with external resources at the end of the run.
+    from the run directory, which keeps them. `exit_stack` closes judges with external resources at the end of the run.
     Only process 0 loads judges. If the run `trains`, odd settings are noted, and the teacher identifies it too.
     """
     if prompts is None and config.data.prompts == IN_PYTHON:
@@ -192,22 +192,23 @@ def load(
     iterations = config.training.max_steps or config.training.num_epochs * batches
     sections = check_judges(config)
     devices = policy_devices(placement, config.policy)
-    config, policy, encode, prepare, encode_images = load_policy(config, data, devices, info)
+    loaded = load_policy(config, data, devices, info)
+    config, policy = loaded.config, loaded.policy
     weights = weights_identity(config, policy, teacher=trains)
     require_same(weights)
     data = dataclasses.replace(data, identity={**data.identity, **weights})
     allowed = policy_tokens(config, policy.folder)
     trie = choices_trie(config, data.choices and data.choices.texts, policy.folder)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
-    judges = load_judges(config, sections, placement, info, leaving)
-    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, prepare)
+    judges = load_judges(config, sections, placement, info, exit_stack)
+    fns = make_rollout_fns(loaded, data, resolved, judges)
     _check_measures(config, data.prompts, fns)
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in sections.items() if judge.pool}
     return RunContext(
         config=config,
         task_data=data,
         policy=policy,
-        fns=fns._replace(encode_images=encode_images),
+        fns=fns,
         rewards=resolved,
         samplers=samplers,
         allowed_tokens=allowed,
@@ -261,8 +262,8 @@ def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], i
         completion_tokens=config.sampling.stream_tokens,
     )
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
-        told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
-        info("policy", told)
+        missing = f"has no chat template, though its tokenizer has {mark}: prompts are plain text"
+        info("policy", f"warning: {folder.path} {missing}")
     policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
     if image_processor is None:
         return LoadedPolicy(config, policy, encode, None, None)
@@ -286,14 +287,18 @@ def check_judges(config: Config) -> dict[str, Judge]:
 
 
 def load_judges(
-    config: Config, sections: Mapping[str, Judge], placement: Mapping[str, str], info: Info, leaving: ExitStack | None
+    config: Config,
+    sections: Mapping[str, Judge],
+    placement: Mapping[str, str],
+    info: Info,
+    exit_stack: ExitStack | None,
 ) -> dict[str, object]:
     """Load each judge on its device; only process 0 has any."""
 
     def load_each() -> dict[str, object]:
         judges = {}
-        if leaving is not None and config.elsewhere:
-            leaving.callback(own_package("bridges", "ray_cluster").leave)
+        if exit_stack is not None and config.elsewhere:
+            exit_stack.callback(own_package("bridges", "ray_cluster").leave)
         for name, judge in sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])
@@ -375,36 +380,31 @@ def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[ja
 
 
 def make_rollout_fns(
-    config: Config,
-    data: TaskData,
-    loaded: hf.PolicyFolder,
-    rewards: ResolvedRewards,
-    judges: Mapping[str, object],
-    encode: Callable[..., Encoded],
-    prepare: Callable[[object], Pictures] | None,
+    loaded: LoadedPolicy, data: TaskData, rewards: ResolvedRewards, judges: Mapping[str, object]
 ) -> RolloutFns:
     """Make the functions between the policy's tokens and the rewards."""
-    maximised: dict[str, Reward] = {}
-    evaluated: dict[str, Reward] = {}
-    for bound, wanted in ((maximised, rewards.maximised), (evaluated, rewards.evaluated)):
-        for reward in wanted:
-            bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
+    config, folder = loaded.config, loaded.policy.folder
+    maximised, evaluated = (
+        {reward.name: bind(reward, judges) if is_main_process() else reward.function for reward in part}
+        for part in (rewards.maximised, rewards.evaluated)
+    )
     return RolloutFns(
-        encode=encode,
-        decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config)),
+        encode=loaded.encode,
+        decode=make_decode(folder.tokenizer, form=config.data.form, read=config.task.parser(config)),
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
             evaluated,
             missing=config.on_judge_error == "missing",
             columns_of=data.rewards.columns,
-            tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
+            tokenize=lambda text: folder.tokenizer(text, add_special_tokens=False)["input_ids"],
             role=data.environment.role,
         ),
         reward_names=tuple(maximised),
         eval_reward_names=tuple(evaluated),
-        prepare=prepare,
-        env=make_env_settings(config, data.environment, loaded),
+        prepare=loaded.prepare,
+        env=make_env_settings(config, data.environment, folder),
+        encode_images=loaded.encode_images,
         gallery=_GALLERY,
     )
 
@@ -415,9 +415,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
     if section.turns == 1:
         return None
     if environment.step is None:
-        raise UserError(
-            f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
-        )
+        raise UserError(f"sampling.turns: expected 1: this task has no environment; got {section.turns}")
     encode_observation = make_encode_observation(
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
@@ -440,17 +438,15 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
 
 def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
     """Refuse a best checkpoint or early stopping by an unmeasured metric, and values that no prompt has."""
-    training, names = config.training, (SCORE, *fns.reward_names, *fns.eval_reward_names)
+    patience, names = config.training.early_stopping_patience, (SCORE, *fns.reward_names, *fns.eval_reward_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)
     column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]
     if column and (missing := sum(column not in row.columns for row in rows)):
         raise UserError(f"evaluation.by: {missing} of {len(rows)} held-out prompts have no column {column!r}")
-    if not training.early_stopping_patience:
-        return
-    validated = prompts.validation[: config.evaluation.validation_prompts]
+    validated = not patience or prompts.validation[: config.evaluation.validation_prompts]
     never = "0, for there are no validation prompts (data.held_out, evaluation.validation_prompts)"
-    require(validated, "training.early_stopping_patience", never, training.early_stopping_patience)
+    require(validated, "training.early_stopping_patience", never, patience)
 
 
 def ask_for_determinism(*, torch_too: bool) -> None:

@@ -78,30 +78,28 @@ def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
     return measures
 
 
-def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> list[str]:
+def regressed_measures(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> list[str]:
     """Return the measures whose mean over the same prompts fell by more than twice the standard error of its change.
 
     There is one value per prompt, NaN if missing. A measure needs two prompts with both values.
     """
-    names = []
-    for name in before.keys() & after.keys():
+
+    def has_regressed(name: str) -> bool:
         change = np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
         change = change[np.isfinite(change)]
         if change.size < 2:
-            continue
-        error = change.std(ddof=1) / np.sqrt(change.size)
-        if change.mean() < -max(2 * error, _NOTHING):
-            names.append(name)
-    return sorted(names)
+            return False
+        return change.mean() < -max(2 * change.std(ddof=1) / np.sqrt(change.size), _NOTHING)
+
+    return sorted(filter(has_regressed, before.keys() & after.keys()))
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
     """Refuse rewards and eval rewards with the name of another measure of the run."""
     sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.eval_rewards)]
     names = [section.called for section in sections]
-    taken = {SCORE, TOTAL, *OWN_MEASURES, *(f"{name}_{control}" for name in names for control in controls)}
-    if config.algorithm.overlong_buffer:
-        taken.add(OVERLONG)
+    reserved = {SCORE, TOTAL, *OWN_MEASURES, *(f"{name}_{control}" for name in names for control in controls)}
+    reserved |= {OVERLONG} if config.algorithm.overlong_buffer else set()
     measured_names = {*names, *(f"{name}_turn_1" for name in names)}
     measured: dict[str, RewardSection] = {}
     for place, section in enumerate(sections):
@@ -111,42 +109,34 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
         where = "rewards" if place < len(rewards.sections) else "eval_rewards"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: {'name': function})"
         of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
-        require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)
+        require(same and name not in reserved and not of_others, f"{where}.{name}", expected, name)
 
 
 def iteration_row(
-    ctx: RunContext, iteration: int, drawn: Record, learned: Record, seconds: Mapping[str, float], started: float
+    ctx: RunContext, iteration: int, metrics: Record, report: Record, seconds: Mapping[str, float], started: float
 ) -> Record:
-    """Return an iteration's row from `draw`'s and the update's metrics; `started` is on time.monotonic()."""
-    config = ctx.config
-    row = {
-        "step": iteration + 1,
-        "epoch": (iteration + 1) / batches_per_epoch(len(ctx.prompts.train), config.training.prompts_per_batch),
-        **learned,
-        **drawn,
+    """Return an iteration's row from `draw`'s metrics and the update's report; `started` is on time.monotonic()."""
+    size, done = ctx.config.training.prompts_per_batch, iteration + 1
+    completions = size * metrics.get("draws", 1) * ctx.config.sampling.group_size
+    return {
+        "step": done,
+        "epoch": done / batches_per_epoch(len(ctx.prompts.train), size),
+        **update_metrics(report),
+        **metrics,
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+        "seconds/total": time.monotonic() - started,
+        "tokens_per_second": metrics["completion_tokens"] * completions / max(seconds["sample"], 1e-9),
     }
-    written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.group_size
-    row |= {f"seconds/{name}": value for name, value in seconds.items()}
-    row["seconds/total"] = time.monotonic() - started
-    row["tokens_per_second"] = row["completion_tokens"] * written / max(seconds["sample"], 1e-9)
-    return row
 
 
-def update_metrics(report: Record, learning_rate: float) -> Record:
+def update_metrics(report: Record) -> Record:
     """Return the update's part of a metrics row, with a value head's measures if there is one."""
     parts, measured = report["metrics"], report["measured"]
-    policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
+    names = {"advantage": "mean_advantage", "ratio": "mean_ratio"}
     row = {
         "loss": report["loss"],
-        "policy_loss": policy["policy_loss"],
-        "kl": policy["kl"],
-        "entropy": policy["entropy"],
-        "mean_advantage": policy["advantage"],
+        **{names.get(name, name): float(mean.value()) for name, mean in parts["policy"]._asdict().items()},
         "grad_norm": report["grad_norm"],
-        "clip_low": policy["clip_low"],
-        "clip_high": policy["clip_high"],
-        "mean_ratio": policy["ratio"],
-        "old_kl": policy["old_kl"],
         "sampler_gap": float(parts["sampler_gap"].value()),
         "skipped_updates": report["skipped"],
     }
@@ -164,9 +154,8 @@ def update_metrics(report: Record, learning_rate: float) -> Record:
         row["entropy_coef"] = float(report["entropy_coef"])
     if "off_policy_masked" in parts:
         row["off_policy_masked"] = float(parts["off_policy_masked"].value())
-    named = ("importance_weight", "importance_clipped")
-    row |= {name: float(measured[name]) for name in named if name in measured}
-    return {**row, "learning_rate": learning_rate}
+    weights = {name: float(measured[name]) for name in ("importance_weight", "importance_clipped") if name in measured}
+    return {**row, **weights, "learning_rate": report["learning_rate"]}
 
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
@@ -235,27 +224,21 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
     entries: list[Record] = []
     pictures = []
     for p, g in np.ndindex(advantages.shape[:2]):
+        row = rollout.rows[p]
         for number, turn in enumerate(rollout.episodes[p][g].turns):
             advantage = advantages[p, g]
             if advantages.ndim == 3:
-                in_turn = samples.mask[p, g]
-                in_turn = in_turn if samples.turn is None else in_turn & (samples.turn[p, g] == number)
+                in_turn = samples.mask[p, g] & (True if samples.turn is None else samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
-            prompt = rollout.rows[p].prompt
-            entry = {"prompt": prompt, "completion": turn.completion, "raw_completion": turn.raw_completion}
+            entry = {"prompt": row.prompt, "completion": turn.completion, "raw_completion": turn.raw_completion}
             if turns > 1:
-                seen = None if turn.observation is None or turn.observation.done else turn.observation.text
-                entry |= {"episode": p * group + g, "turn": number + 1, "observation": seen}
+                answer = None if turn.observation is None or turn.observation.done else turn.observation.text
+                entry |= {"episode": p * group + g, "turn": number + 1, "observation": answer}
             entry |= {**dict(zip(names, values[p, g, number], strict=True)), **turn.logged}
-            entry |= {
-                "advantage": np.float32(advantage),
-                "length": int(lengths[p, g, number]),
-                "truncated": turn.truncated,
-                "valid": turn.valid,
-            }
-            entries.append(entry)
-            pictures.append(rollout.rows[p].pictures)
+            entry |= {"advantage": np.float32(advantage), "length": int(lengths[p, g, number])}
+            entries.append(entry | {"truncated": turn.truncated, "valid": turn.valid})
+            pictures.append(row.pictures)
     columns = {name: [entry.get(name) for entry in entries] for name in dict.fromkeys(itertools.chain(*entries))}
     columns |= {name: _cells(values) for name, values in columns.items() if name.startswith("log/")}
     return columns | pictures_column(pictures)
@@ -287,22 +270,20 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
     best = {reward.name: getattr(reward.function, "best", None) for reward in ctx.rewards.maximised}
     lines, weights = [], ctx.rewards.weights
     for name in maximised_names(weights):
-        found = np.unique(values[name][~np.isnan(values[name])])
-        streaks[name] = 0 if len(found) else notes.get("streaks", {}).get(name, 0) + 1
-        seen = np.array([*ranges.get(name, ()), *found], float)
-        ranges |= {name: [seen.min(), seen.max()]} if len(seen) else {}
-        if len(found) == 1:
-            value, count = float(found[0]) + 0.0, 1  # converts -0 to 0
-            low, high = ranges[name]
+        present = np.unique(values[name][~np.isnan(values[name])]) + 0.0  # converts -0 to 0
+        streaks[name] = 0 if len(present) else notes.get("streaks", {}).get(name, 0) + 1
+        if not len(present):
+            continue
+        extremes = [*ranges.get(name, ()), *present.tolist()]
+        low, high = ranges[name] = [min(extremes), max(extremes)]
+        if len(present) == 1:
+            value = float(present[0])
+            last, count = notes.get("constant", {}).get(name, (None, 0))
+            constant[name] = [value, count + 1 if last == value else 1]
             is_best = value == best[name] or (low < high and value == (high if weights[name] > 0 else low))
-            last, before = notes.get("constant", {}).get(name, (None, 0))
-            count += before if last == value else 0
-            constant[name] = [value, count]
-            if count == _CONSTANT_ITERATIONS and not is_best:
-                lines.append(
-                    f"the reward {name} was {value:g} for every completion of the last {count} iterations; the "
-                    "policy learns nothing from it"
-                )
+            if constant[name][1] == _CONSTANT_ITERATIONS and not is_best:
+                every = f"every completion of the last {_CONSTANT_ITERATIONS} iterations"
+                lines.append(f"the reward {name} was {value:g} for {every}; the policy learns nothing from it")
     cut = rollout.samples is not None and rollout.samples.truncated.all()
     truncated = notes.get("truncated", 0) + 1 if cut else 0
     if truncated == _CONSTANT_ITERATIONS:

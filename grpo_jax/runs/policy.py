@@ -156,20 +156,19 @@ def _bundled(path: str) -> str:
 
 def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) -> str:
     section, variables = config.policy, policy.variables
-    trained = f", LoRA rank {policy.lora.rank}" if policy.lora else ""
+    trained = "" if section.quantised == "none" else f" on {section.quantised}"
+    trained += f", LoRA rank {policy.lora.rank}" if policy.lora else ""
     trained += ", value head" if VALUE in variables else ""
-    trained = trained if section.quantised == "none" else f" on {section.quantised}{trained}"
     count, tower = count_weights(variables["params"]), ""
     if VISUAL in variables:
         adapted = " with adapters" if VISUAL in variables.get("lora", {}) else ""
         tower = f", a frozen vision tower of {count_weights(variables[VISUAL]):,}{adapted}"
     elif VISUAL in variables["params"]:
         tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
-    place = ", ".join(map(str, devices))
-    precision = policy.precision
-    ignored = devices[0].platform == "cpu" and precision != "bfloat16"
-    rounded = "" if precision is None or ignored else f" (matmul_precision {precision})"
-    return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{rounded}{trained}, on {place}"
+    ignored = devices[0].platform == "cpu" and policy.precision != "bfloat16"
+    rounded = "" if policy.precision is None or ignored else f" (matmul_precision {policy.precision})"
+    precision, place = f"{section.compute_dtype}{rounded}{trained}", ", ".join(map(str, devices))
+    return f"{section.path}: {count:,} parameters{tower}, {precision}, on {place}"
 
 
 def _check_room(config: Config, limit: int | None) -> None:
@@ -187,8 +186,7 @@ def run_config(run_dir: str | Path) -> Config:
     path = Path(run_dir) / "config.yaml"
     if not os.path.isfile(path):
         raise UserError(f"{short_name(run_dir)}: no config.yaml there; give the run directory of a training run")
-    config = load_config(path)
-    return config.replace(run_dir=str(run_dir))  # the folder may have moved since
+    return load_config(path).replace(run_dir=str(run_dir))  # the folder may have moved since
 
 
 def restore_policy(
@@ -242,10 +240,7 @@ def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], 
     return functools.cache(lambda: load_image_processor(loaded.path, vision, config.data.picture_size))
 
 
-See = Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictures]]
-
-
-def make_see(policy: Policy) -> See:
+def make_see(policy: Policy) -> Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictures]]:
     """Make see(variables, `Pictures`) → (their states, the update's input).
 
     The update's input is the states of a frozen tower, or the pictures for a tower that is trained or has adapters.

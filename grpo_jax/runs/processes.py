@@ -53,14 +53,13 @@ _MOST_PROGRAMS = 2000
 
 def announced(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return the number of processes started together and this one's index, by JAX's variables or SLURM's step."""
-    given = [environment[name] for name in VARIABLES if name in environment]
-    count, number = environment.get("SLURM_STEP_NUM_TASKS", "1"), environment.get("SLURM_PROCID", "0")
-    if count == "1":
-        number = "0"  # the batch script of an allocation
-    if given:
-        whole = len(given) == len(VARIABLES) and re.fullmatch(r".+:[0-9]{1,5}", given[0])
-        require(whole, ", ".join(VARIABLES), "all three, the first as HOST:PORT", given)
-        count, number = given[1:]
+    values = [environment[name] for name in VARIABLES if name in environment]
+    count = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    number = "0" if count == "1" else environment.get("SLURM_PROCID", "0")  # 1 in the batch script of an allocation
+    if values:
+        whole = len(values) == len(VARIABLES) and re.fullmatch(r".+:[0-9]{1,5}", values[0])
+        require(whole, ", ".join(VARIABLES), "all three, the first as HOST:PORT", values)
+        count, number = values[1:]
     valid = re.fullmatch("[0-9]{1,9}", count) and re.fullmatch("[0-9]{1,9}", number) and int(number) < int(count)
     require(valid, " and ".join(VARIABLES[1:]), "two numbers, the second below the first", [count, number])
     return int(count), int(number)
@@ -117,8 +116,8 @@ def require_same(facts: Mapping[str, str]) -> None:
     first, *others = map(json.loads, exchange(json.dumps(facts)))
     for number, other in enumerate(others, 1):
         for name in (name for name in {**first, **other} if first.get(name) != other.get(name)):
-            mine, theirs = (one_line(facts.get(name, "nothing")) for facts in (first, other))
-            got = f"{mine} in process 0 and {theirs} in process {number}"
+            values = [one_line(facts.get(name, "nothing")) for facts in (first, other)]
+            got = f"{values[0]} in process 0 and {values[1]} in process {number}"
             raise UserError(f"{name}: expected the same in all processes, got {got}")
 
 
@@ -170,39 +169,39 @@ def require_shared(folder: Path) -> None:
     if process_count() == 1:
         return
     lock = folder / LOCK
-    held = from_main_process(lock.read_text)
+    content = from_main_process(lock.read_text)
 
     def look() -> None:
         deadline = time.monotonic() + _SHARED_SECONDS
-        while not lock.is_file() or lock.read_text() != held:
+        while not lock.is_file() or lock.read_text() != content:
             if time.monotonic() > deadline:
-                blind = f"process {process_index()} does not see it"
-                raise UserError(f"{folder}: expected one folder for all processes, but {blind}")
+                shared = f"expected one folder for all processes, but process {process_index()} does not see it"
+                raise UserError(f"{folder}: {shared}")
             time.sleep(0.1)
 
     on_all_processes(look)
 
 
 @contextmanager
-def ending_together(run_dir: str) -> Iterator[None]:
+def exit_if_peer_failed(run_dir: str) -> Iterator[None]:
     """End with one line if another process is gone; report this process's own error if process 0 has none."""
+    if process_count() == 1:
+        yield
+        return
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=[run_dir, done], daemon=True)
+    watcher.start()
     try:
-        if process_count() > 1:
-            watcher.start()
         yield
     except Exception as error:
-        if process_count() > 1:
-            if _is_of_another(error):
-                _leave(run_dir)
-            if isinstance(error, UserError | StageError) and not is_reported():
-                complain(f"error: process {process_index()}: {' '.join(str(error).split())}")
+        if _is_of_another(error):
+            _leave(run_dir)
+        if isinstance(error, UserError | StageError) and not is_reported():
+            complain(f"error: process {process_index()}: {' '.join(str(error).split())}")
         raise
     finally:
         done.set()
-        if watcher.ident is not None:
-            watcher.join()
+        watcher.join()
 
 
 def _watch(run_dir: str, done: threading.Event) -> None:
@@ -210,18 +209,18 @@ def _watch(run_dir: str, done: threading.Event) -> None:
 
     Nobody judges process 0 so: one of its rewards may hold the interpreter lock.
     """
-    client, mine, heard = distributed_client(), str(process_index()), {}
+    client, own, heard = distributed_client(), str(process_index()), {}
     with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and JAX aborts
         while not done.wait(SILENT_SECONDS / 20):
-            client.key_value_set(f"{ALIVE}/{mine}", str(time.monotonic()), allow_overwrite=True)
+            client.key_value_set(f"{ALIVE}/{own}", str(time.monotonic()), allow_overwrite=True)
             signs, now = dict(client.key_value_dir_get(ALIVE)), time.monotonic()
             for name, sign in signs.items():
                 if heard.get(name, ("", 0))[0] != sign:
                     heard[name] = sign, now
             silent = any(sign != "done" and now - since > SILENT_SECONDS for sign, since in heard.values())
-            if f"{ALIVE}/gone" in signs or (mine == "0" and silent):
+            if f"{ALIVE}/gone" in signs or (own == "0" and silent):
                 _leave(run_dir)
-        client.key_value_set(f"{ALIVE}/{mine}", "done", allow_overwrite=True)
+        client.key_value_set(f"{ALIVE}/{own}", "done", allow_overwrite=True)
 
 
 _leaving = threading.Lock()
@@ -246,12 +245,10 @@ def _is_of_another(error: BaseException | None) -> bool:
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
-    Small programs are cached too: a start has over a hundred, and a cache hit takes a quarter of a compilation. JAX
-    reads the times of all entries when it writes one, so only the latest 2,000 are kept.
-
-    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has its own
-    folder, since machines may share home directories but not programs. A folder that other users can write is not used,
-    since its programs are executed. Returns the folder; None if nothing was changed.
+    Small programs are cached too: a start has over a hundred. JAX reads the times of all entries when it writes one, so
+    only the latest 2,000 are kept. JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence.
+    Each kind of processor has its own folder, since machines may share home directories but not programs. A folder that
+    other users can write is not used. Returns the folder; None if nothing was changed.
     """
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if folder or {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
@@ -264,21 +261,18 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
     except (OSError, RuntimeError):  # no home directory
         return None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        complain(
-            f"warning: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it"
-        )
+        others = f"since others may write {folder}: remove it, or chmod 700 it"
+        complain(f"warning: compiled programs are not kept, {others}")
         return None
-    used: dict[Path, float] = {}
+    used: dict[str, float] = {}
     for path in folder.glob("*-atime"):
         with suppress(OSError):  # another process may remove it first
-            used[path] = path.stat().st_mtime
-    latest = sorted(used, key=used.__getitem__, reverse=True)
-    kept = {path.name.removesuffix("-atime") for path in latest[:_MOST_PROGRAMS]}
-    for entry in folder.glob("*-cache"):  # a kill leaves entries without an access time, which block all writes
-        if entry.name.removesuffix("-cache") not in kept:
-            entry.unlink(missing_ok=True)
-    for path in latest[_MOST_PROGRAMS:]:
-        path.unlink(missing_ok=True)
+            used[path.name.removesuffix("-atime")] = path.stat().st_mtime
+    kept = sorted(used, key=used.__getitem__, reverse=True)[:_MOST_PROGRAMS]
+    entries = {path.name.removesuffix("-cache") for path in folder.glob("*-cache")}
+    for name in (used.keys() | entries) - {*kept}:  # a kill leaves entries without a time, which block all writes
+        for suffix in ("-cache", "-atime"):
+            (folder / f"{name}{suffix}").unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     settings = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_compilation_cache_max_size": 2 * 2**30}
     for name in settings.keys() - {name.lower() for name in environment}:

@@ -41,13 +41,14 @@ class PythonInput(NamedTuple):
 
 def from_python(config: Config, prompts: object, rewards: object) -> PythonInput:
     """Check prompts and rewards, and write them into the config."""
-    taken = None if prompts is None else _prompt_set(prompts, config.data)
-    if taken is not None:
+    rows, functions = None, {}
+    if prompts is not None:
+        rows = _prompt_set(prompts, config.data)
         config = config.replace(data=config.data.replace(prompts=IN_PYTHON))
-    functions = {} if rewards is None else _by_label(rewards)
-    if functions:
+    if rewards is not None:
+        functions = _by_label(rewards)
         config = config.replace(rewards=_sections(config.rewards, functions))
-    return PythonInput(config, taken, functions)
+    return PythonInput(config, rows, functions)
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:
@@ -64,9 +65,8 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
                     again = f"{directory.path} began with; leave prompts out"
                     raise UserError(f"--resume: the prompts are not those that {again}")
     except TypeError as error:
-        warning(
-            f"{one_line(error)}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)"
-        )
+        needed = "the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)"
+        warning(f"{one_line(error)}: {needed}")
 
 
 def _lines(prompts: PromptSet) -> Iterator[bytes]:
@@ -156,7 +156,9 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     for place, record in enumerate(listed):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    plain = [{name: one.item() if isinstance(one, np.generic) else one for name, one in row.items()} for row in listed]
+    plain = [
+        {key: cell.item() if isinstance(cell, np.generic) else cell for key, cell in row.items()} for row in listed
+    ]
     return load_prompts(plain, **how)
 
 
@@ -167,11 +169,9 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     else:
         functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
         named = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
-    wrong = [short_repr(function) for _, function in named if not callable(function)]
-    if wrong:
-        raise UserError(
-            f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths and weights)"
-        )
+    if wrong := [short_repr(function) for _, function in named if not callable(function)]:
+        other = f"{', '.join(wrong)} (config.rewards takes import paths and weights)"
+        raise UserError(f"rewards: expected functions, got {other}")
     labels = [name for name, _ in named]
     different = labels and len(set(labels)) == len(labels)
     require(different, "rewards", "at least one function, each of another name (or {'name': function})", labels)
@@ -181,12 +181,9 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
     """Return each function's section: the config's section of that name (weight, condition, options), or a default."""
     configured = {section.called: section for section in sections}
-    unmatched = [label for label in configured if label not in functions]
-    if unmatched:
-        raise UserError(
-            f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
-            f"{', '.join(functions)}: give one of that name, or take the entry out"
-        )
+    if unmatched := [label for label in configured if label not in functions]:
+        names = f"config.rewards names {', '.join(unmatched)}, but the functions given are {', '.join(functions)}"
+        raise UserError(f"rewards: {names}: give one of that name, or take the entry out")
     resolved = []
     for label, function in functions.items():
         name = import_path(function, label)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.metrics import TOTAL, fallen
+from grpo_jax.runs.metrics import TOTAL, regressed_measures
 from grpo_jax.runs.session import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.task import EpisodeEntry, Findings, Finished, GalleryEntry, ShownTurn, Table, of_turns
@@ -26,18 +26,16 @@ def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[st
         return ["no prompts are held out: nothing is measured before and after training"]
     measured, values = before["greedy"].measures, np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0)
     listed = "  ".join(f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured))
-    absent = {name for name, some in zip(ctx.fns.reward_names, values, strict=True) if np.isnan(some).all()}
+    absent = {name for name, rewards in zip(ctx.fns.reward_names, values, strict=True) if np.isnan(rewards).all()}
     missing = [name for name in maximised_names(ctx.rewards.weights) if name in absent]
     notes = [f"warning: no held-out completion got the reward {join_names(missing)}"] if missing else []
     return [*notes, f"baseline on {len(ctx.test_rows)} held-out prompts: {listed}"]
 
 
-def report(
-    ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
-) -> Finished:
+def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> Finished:
     """Return summary, tables, gallery and episodes of a run, from the evaluations at its start and end."""
     findings = find(ctx, progress.notes["remembered"], "after", after)
-    summary: Record = {**summarise(ctx, progress, after, seconds), **findings.entries}
+    summary: Record = {**summarise(ctx, progress, after), **findings.entries}
     samples = samples_tables(summary)
     tables = [*findings.tables, *samples]
     lines = [line for table in samples for line in table.lines()]
@@ -45,8 +43,8 @@ def report(
     if not after:
         return finished
     greedy = after["greedy"]
-    shown = zip(ctx.test_rows[: ctx.fns.gallery], greedy.episodes, strict=False) if ctx.fns.env else ()
-    episodes = [shown_episode(row, episode) for row, episode in shown]  # chosen by position, not by result
+    pairs = zip(ctx.test_rows[: ctx.fns.gallery], greedy.episodes, strict=False) if ctx.fns.env else ()
+    episodes = [shown_episode(*pair) for pair in pairs]  # chosen by position, not by result
     tables = [*tables, texts_table(ctx, greedy)]
     return finished._replace(gallery=make_gallery(ctx, greedy), tables=tables, episodes=episodes)
 
@@ -60,12 +58,9 @@ def find(ctx: RunContext, remembered: Record, name: str, evaluations: Mapping[st
     return report.findings({**remembered, **report.remember(name, rollouts)}, ctx.test_rows)
 
 
-def summarise(
-    ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
-) -> Record:
-    """Return evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times and devices."""
+def summarise(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> Record:
+    """Return evaluation.<measure>.{before, after, oracle, unchanged}, improvement and devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
-
     kinds = {"before": "greedy", "before_sampled": "sampled"} | {n: n for n in ("oracle", "unchanged", "untrained")}
     sampled = after["sampled"].measures if "sampled" in after else {}
     evaluation = {
@@ -78,9 +73,11 @@ def summarise(
     }
     baseline, reward = before.get("greedy", {}).get(TOTAL), measures.get(TOTAL)
     improvement = None if baseline is None or reward is None else reward - baseline
-    suspect: list[str] = []  # eval rewards that fell since the start
-    if improvement is not None and improvement > 0:
-        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), eval_reward_values(ctx, after["greedy"]))
+    suspect: list[str] = []
+    if improvement and improvement > 0:
+        suspect = regressed_measures(
+            progress.notes.get("watched", {}).get("test", {}), eval_reward_values(ctx, after["greedy"])
+        )
     relative = improvement / baseline if improvement is not None and baseline and baseline > 0 else None
     return {
         "evaluation": evaluation,
@@ -93,7 +90,6 @@ def summarise(
         "truncated_iterations": progress.notes.get("truncated", 0),
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(ctx.test_rows),
-        "seconds": dict(seconds),
         "devices": ctx.devices,
         **samples_of(ctx, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
     }
@@ -175,14 +171,12 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
 
 def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
     """Return a row's episode for the report."""
-
-    def shown_turn(turn: Turn) -> ShownTurn:
-        if turn.observation is None or turn.observation.done:
-            return ShownTurn(turn.completion, turn.rewards, turn.image, None, ())
-        return ShownTurn(turn.completion, turn.rewards, turn.image, turn.observation.text, turn.observation.pictures)
-
-    pictures = [thumbnail(source, _SHOWN_SIZE) for source in row.pictures]
-    return EpisodeEntry(row.prompt, [shown_turn(turn) for turn in episode.turns], pictures)
+    turns = []
+    for turn in episode.turns:
+        seen = None if turn.observation is None or turn.observation.done else turn.observation
+        answer = (seen.text, seen.pictures) if seen else ()
+        turns.append(ShownTurn(turn.completion, turn.rewards, turn.image, *answer))
+    return EpisodeEntry(row.prompt, turns, [thumbnail(source, _SHOWN_SIZE) for source in row.pictures])
 
 
 def texts_table(ctx: RunContext, after: Evaluation) -> Table:

@@ -1,7 +1,4 @@
-"""Sessions of a run: its progress in checkpoints, saving and resuming, callbacks, early stopping, and stop requests.
-
-A signal, a callback, early stopping or a failure ends a run before its last iteration.
-"""
+"""A run's progress, which checkpoints keep, its callbacks, and its ends: stop requests, early stopping, failures."""
 
 from __future__ import annotations
 
@@ -16,21 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from grpo_jax.config.fields import differences, identity, to_yaml
+from grpo_jax.config.fields import differences, identity
 from grpo_jax.config.run import Config
-from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, complain, one_line
-from grpo_jax.models.broadcast import broadcast, is_main_process
+from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, complain
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.runs.directory import read_metrics, write_atomically
-from grpo_jax.runs.processes import versions
-from grpo_jax.tasks.task import Finished
 from grpo_jax.training.update import PATIENCE
-
-if TYPE_CHECKING:
-    from grpo_jax.runs.checkpoint import Checkpoints
 
 Record = dict[str, Any]
 """A JSON object."""
@@ -75,8 +65,8 @@ class Progress(NamedTuple):
         try:
             return cls(**meta["progress"])
         except (KeyError, TypeError):
-            told = f"{where}: its checkpoints are of another version of grpo_jax: continue with that version"
-            raise UserError(told) from None
+            message = f"{where}: its checkpoints are of another version of grpo_jax: continue with that version"
+            raise UserError(message) from None
 
 
 def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]:
@@ -86,12 +76,9 @@ def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]
 
 def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str, object], folder: Path) -> None:
     """Raise UserError naming the differences if a checkpoint has another configuration or other data."""
-    changed = differences(saved["config"], config.resolved)
-    if changed:
-        raise UserError(
-            f"--resume: the checkpoint in {folder} was made with other values ({'; '.join(changed)}): give those "
-            "again, or start a new run in another --run_dir"
-        )
+    if changed := differences(saved["config"], config.resolved):
+        other = f"the checkpoint in {folder} was made with other values ({'; '.join(changed)})"
+        raise UserError(f"--resume: {other}: give those again, or start a new run in another --run_dir")
     require_same_task(saved["task"], task, folder)
 
 
@@ -106,9 +93,8 @@ def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -
         if name != TRAINING_ROWS and saved.get(name, value if name.startswith(WEIGHTS) else None) != value
     ]
     if changed:
-        raise UserError(
-            f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)}): give it those again"
-        )
+        other = f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)})"
+        raise UserError(f"{other}: give it those again")
 
 
 def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
@@ -125,11 +111,11 @@ class StopRequests:
     """Flag of a stop request; long waits poll it, then save and leave."""
 
     def __init__(self) -> None:
-        self._asked = self._at_once = False
+        self._requested = self._immediate = False
 
     def is_set(self) -> bool:
         """Return whether a stop was requested."""
-        return self._asked
+        return self._requested
 
     def acknowledge(self, signals: int) -> None:
         """Print a line for each signal that is written to a pipe, until it is closed.
@@ -140,7 +126,7 @@ class StopRequests:
         with open(signals, "rb", buffering=0) as pipe:
             for number in iter(lambda: pipe.read(1), b""):
                 name = signal.Signals(number[0]).name
-                when = "stopping" if self._at_once else "stopping after this iteration"
+                when = "stopping" if self._immediate else "stopping after this iteration"
                 if name == "SIGINT":
                     complain("stopping now" if interrupted else f"{when}; Ctrl-C again stops now")
                     interrupted = True
@@ -149,20 +135,20 @@ class StopRequests:
 
     def set(self) -> None:
         """Request a stop."""
-        self._asked = True
-        if self._at_once:
+        self._requested = True
+        if self._immediate:
             raise Stopped
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def raise_immediately(self) -> Iterator[None]:
         """Raise `Stopped` in the main thread at once on a request, while there is nothing to save."""
-        self._at_once = True
+        self._immediate = True
         try:
-            if self._asked:
+            if self._requested:
                 raise Stopped
             yield
         finally:
-            self._at_once = False
+            self._immediate = False
 
 
 @contextmanager
@@ -262,129 +248,16 @@ class EarlyStopping(NamedTuple):
 
     def reason(self, config: Config) -> str:
         """Return the reason to stop early; "" if there is none."""
-        patience, metric = config.training.early_stopping_patience, config.evaluation.best_by
+        patience, metric = config.training.early_stopping_patience, f"validation/{config.evaluation.best_by}"
         if not patience or self.validations < patience:
             return ""
         if self.best is None:
-            return f"validation/{metric} was missing in {self.validations} validations in a row"
-        return (
-            f"validation/{metric} has not exceeded {self.best:.4g}, of iteration {self.iteration}, in "
-            f"{self.validations} validations"
-        )
+            return f"{metric} was missing in {self.validations} validations in a row"
+        best = f"{self.best:.4g}, of iteration {self.iteration}"
+        return f"{metric} has not exceeded {best}, in {self.validations} validations"
 
 
-@dataclass(frozen=True)
-class Session:
-    """One process's part of a run, as the training loop uses it.
-
-    Attributes:
-        output: Run directory, terminal and metric writers (`reports.output`).
-        clock: time.monotonic() when the process began.
-    """
-
-    config: Config
-    output: Any
-    checkpoints: Checkpoints
-    stop: StopRequests
-    callbacks: Callbacks
-    clock: float
-
-    def resumed(self, task: Mapping[str, object], iterations: int) -> Progress | None:
-        """Return the progress of the latest valid checkpoint on --resume; None for a new run.
-
-        UserError if the checkpoint has another configuration, other data, or more iterations, or if a run that has
-        trained has none: it would begin again.
-        """
-        checkpoints = self.checkpoints
-        if not self.config.resume:
-            return None
-        if checkpoints.latest_step() is None:
-            if trained := len(read_metrics(self.output.directory.metrics)):
-                lost = f"{checkpoints.folder} has no checkpoint, though {trained} iterations are done"
-                raise UserError(f"--resume: {lost}: put it back, or start a new run in another --run_dir")
-            return None
-        progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
-        require_same(progress.identity, self.config, task, checkpoints.folder)
-        if progress.iteration > iterations:
-            raise UserError(f"--resume: {progress.iteration} iterations are done, more than the run's {iterations}")
-        return progress
-
-    def keep_config(self) -> None:
-        """On --resume, write overridden fields, such as --on_judge_error, into config.yaml for the next resume.
-
-        Call it after all checks of the resume: config.yaml must not keep a refused value.
-        """
-        if self.config.resume and is_main_process():
-            write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
-
-    def save(self, progress: Progress, arrays: Record, *, name: str = "", wait: bool = False) -> None:
-        """Write a checkpoint, in the background unless `wait`; also under `name`, if given."""
-        progress = progress._replace(seconds=with_total(progress.seconds, self.clock))
-        saved = progress.iteration, arrays, {"progress": progress._asdict()}
-        if name:
-            self.checkpoints.save_as(name, *saved)
-        else:
-            self.checkpoints.save(*saved, wait=wait)
-
-    def early_end(self, progress: Progress) -> str:
-        """Return the reason to stop early; "" if there is none."""
-        return EarlyStopping(**progress.early_stopping).reason(self.config) if progress.early_stopping else ""
-
-    def is_over(self, progress: Progress) -> bool:
-        """Return whether nothing is left to train."""
-        return progress.iteration >= progress.iterations or bool(self.early_end(progress))
-
-    def call_back(self, name: str, progress: Progress, metrics: Record) -> None:
-        """Call the callback of that name; request a stop if it asks to and iterations are left."""
-        callback = getattr(self.callbacks, name)
-        if callback is None:
-            return
-        step, folder = int(metrics.get("step", progress.iteration)), self.output.directory.path.absolute()
-        checkpoint = self.checkpoints.folder / f"step_{step}" if name == "on_checkpoint" else None
-        event = IterationEvent(step, progress.iterations, dict(metrics), folder, checkpoint)
-        asked, message, failure = False, "", None
-        try:
-            asked = is_main_process() and bool(callback(event))
-        except Exception as error:
-            message, failure = f"{name}: {type(error).__name__}: {one_line(error)}", error
-        asked, message = broadcast([asked, message])
-        if message:
-            raise StopRun(message) from failure
-        if asked and not self.is_over(progress):
-            self.output.info(f"{name} asks to stop")
-            self.stop.set()
-
-    def watch_clock(self, progress: Progress) -> None:
-        """Request a stop after training.max_hours."""
-        hours, worked = self.config.training.max_hours, time.monotonic() - self.clock
-        if hours and is_main_process() and worked >= 3600 * hours and not self.is_over(progress):
-            self.output.info(f"training.max_hours = {hours:g} are over")
-            self.stop.set()
-
-    def stopped(self, done: int) -> Record:
-        """Log how to resume a run that was stopped after `done` iterations; return its result."""
-        saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
-        when = f"after iteration {done}" if done else "before the first iteration"
-        self.output.info(f"{saved} {when}: continue with --resume --run_dir {self.config.run_dir}")
-        return {"stopped": True, "iteration": done}
-
-    def finish(self, progress: Progress, finished: Finished) -> Record:
-        """Write the results of a finished run; return the contents of summary.json, and "stopped"."""
-        seconds = with_total(finished.summary["seconds"], self.clock)
-        summary = {**finished.summary, "seconds": seconds, "seed": self.config.seed, "versions": versions()}
-        if reason := self.early_end(progress):
-            summary["early_stopping"] = reason
-        self.output.finish(finished._replace(summary=summary), config=self.config)
-        return {**summary, "stopped": False}
-
-
-_KILLABLE = (
-    ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
-    "(judges.NAME.pool, docs/judges.md)"
-)
-
-
-def nothing_judged(progress: Progress, run_dir: str | None) -> str:
+def rewards_missing_reason(progress: Progress, run_dir: str | None) -> str:
     """Return the reason to end a run without rewards (`reward_streaks`), recently or in a short run; else "".
 
     All rewards must be missing, since a single reward may apply to few prompts.
@@ -399,7 +272,7 @@ def nothing_judged(progress: Progress, run_dir: str | None) -> str:
     )
 
 
-def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str | None) -> str:
+def updates_skipped_reason(skipped: int, updates: int, progress: Progress, run_dir: str | None) -> str:
     """Return the reason to end a run if all updates of a few iterations, or most of a short run, were skipped; else "".
 
     `updates` is their number per iteration.
@@ -415,25 +288,27 @@ def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str
     )
 
 
-def explained(
-    error: StageError | StopRun, iteration: int | None, run_dir: str | None, *, resumable: bool, hint: str
-) -> Exception:
+def with_remedy(error: StageError | StopRun, iteration: int | None, config: Config, *, resumable: bool) -> Exception:
     """Return the error that ended a run as one line with its remedy; `iteration` is the saved one.
 
     An error of the policy's own stage stays unchanged.
     """
     saved = "Nothing was trained yet" if iteration is None else f"Saved after iteration {iteration}"
-    again = _again(run_dir, resumable)
+    again = _again(config.run_dir, resumable)
     cause = error if isinstance(error, StopRun) else error.__cause__
-    told = cause if isinstance(cause, StopRun | UserError) else error  # its message already names the reward
-    line = " ".join(str(told).split())
+    named = cause if isinstance(cause, StopRun | UserError) else error  # its message already names the reward
+    line = " ".join(str(named).split())
     if isinstance(cause, StopRun):
         return StopRun(f"{line}. {saved}; {again} when that is fixed")
     assert isinstance(error, StageError)
     if error.stage == "sample":  # not a reward's failure
-        return error if told is error else UserError(f"{line}. {saved}; {again} when that is fixed")
+        return error if named is error else UserError(f"{line}. {saved}; {again} when that is fixed")
     at_fault = {"render": "the renderer", "env": "the environment"}.get(error.stage, "the reward")
-    hint = _KILLABLE if isinstance(error, StageTimeout) else hint
+    hint = "" if config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
+    hint += "" if resumable else "; --debug shows the traceback"
+    if isinstance(error, StageTimeout):
+        actor = "run it in a pool of one Ray actor, which can be killed (judges.NAME.pool, docs/judges.md)"
+        hint = f", give it more time (--judge_timeout), or {actor}"
     return UserError(f"{line}. {saved}; fix {at_fault} and {again}{hint}")
 
 

@@ -19,7 +19,7 @@ from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.encoding import follows_text
-from grpo_jax.rollout.env import Observation, as_observation, prepared
+from grpo_jax.rollout.env import as_observation, prepared
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.loading import RunContext
@@ -40,7 +40,7 @@ from grpo_jax.training.state import (
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
-"""A prompt (a text or a row) and the text to write; of an episode then an observation or its text, a text, …"""
+"""A prompt (a text or a row) and the completion; of an episode then an observation or its text, a completion, …"""
 
 UNTRAINED = "untrained"
 """The policy as it was loaded, before SFT."""
@@ -150,16 +150,12 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
     """Return the pairs without forbidden tokens (`data.forbidden_tokens`); log the number of the others."""
     allowed, choices = ctx.allowed_tokens, ctx.task_data.choices
     if choices is not None:
-        listed = frozenset(choices.texts)
-        writable = [pair for pair in pairs if all(text in listed for text in texts_of(pair))]
-        why = "are none of those that this task lists"
+        listed, why = frozenset(choices.texts), "are none of those that this task lists"
+        writable = [pair for pair in pairs if listed.issuperset(pair[1::2])]
     elif allowed is not None:
-        writable = [
-            pair
-            for pair in pairs
-            if all(allowed[supervised_tokens(ctx, as_row(pair[0]).prompt, text)].all() for text in texts_of(pair))
-        ]
         why = "hold tokens that data.forbidden_tokens rules out"
+        tokens = ((supervised_tokens(ctx, as_row(pair[0]).prompt, text) for text in pair[1::2]) for pair in pairs)
+        writable = [pair for pair, parts in zip(pairs, tokens, strict=True) if all(allowed[ids].all() for ids in parts)]
     else:
         return pairs
     if len(writable) < len(pairs):
@@ -170,24 +166,22 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
 def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:
     """Encode a text as a completion (`completion_tokens`), truncated to max_new_tokens, then without EOS."""
     loaded, config = ctx.policy.folder, ctx.config
-    listed = ctx.task_data.choices is not None  # choices have the same tokens after every prompt
-    apart = listed or (bool(prompt) and not prompt[-1].isspace())
+    # Choices have the same tokens after every prompt.
+    apart = ctx.task_data.choices is not None or (prompt != "" and not prompt[-1].isspace())
     gap = follows_text(config, loaded.tokenizer) and apart
-    ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-    return ids[: config.sampling.max_new_tokens]
+    return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 
 
 def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Return the tokens after a pair's prompt, as in sampling, and a mask of the policy's own tokens."""
-    env, texts, left = ctx.fns.env, texts_of(pair), list(grids)
-    turns = ctx.config.sampling.turns
+    env, texts, turns = ctx.fns.env, pair[1::2], ctx.config.sampling.turns
     require(len(texts) <= turns, "sampling.turns", f"at least {len(texts)}, as many as the pairs of SFT have", turns)
-    ids, learned = [], []
+    ids, learned, place = [], [], 0
     for number, text in enumerate(texts):
         if number and env is not None:
-            observation = observations_of(pair)[number - 1]
-            seen, left = left[: len(observation.pictures)], left[len(observation.pictures) :]
-            ids += env.encode_observation(observation, ids[-1] in ctx.policy.eos_ids, seen)
+            observation = as_observation(pair[2 * number])
+            start, place = place, place + len(observation.pictures)
+            ids += env.encode_observation(observation, ids[-1] in ctx.policy.eos_ids, grids[start:place])
             learned += [False] * (len(ids) - len(learned))
         ids += supervised_tokens(ctx, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))
@@ -198,7 +192,7 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
     """Encode the pairs: prompts and completions as in sampling, with picture states under `variables`."""
     fns, section = ctx.fns, ctx.config.sampling
     prompts = fns.encode([as_row(pair[0]) for pair in pairs])
-    seen = [[picture for observation in observations_of(pair) for picture in observation.pictures] for pair in pairs]
+    seen = [[picture for value in pair[2::2] for picture in as_observation(value).pictures] for pair in pairs]
     shown = prepared(fns.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
     tokens = np.full((len(pairs), 1, section.stream_tokens), ctx.policy.pad_id, np.int32)
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
@@ -206,26 +200,12 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
         ids, learned = supervised_stream(ctx, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
-    pictures = {"pictures": prompts.pictures, "observations": shown}
-    encode_images = fns.encode_images
-    states = {
-        name: encode_images(variables, some)[1]
-        for name, some in pictures.items()
-        if some is not None and encode_images is not None
-    }
+    inputs = {"pictures": prompts.pictures, "observations": shown}
+    see = fns.encode_images
+    states = {name: see(variables, part)[1] for name, part in inputs.items() if see is not None and part is not None}
     arrays: Any = (prompts.tokens, prompts.mask, tokens, mask)  # jit places NumPy arrays
     batch = Batch(*arrays, pictures=states)
     return batch if section.turns == 1 else batch._replace(present=present)
-
-
-def texts_of(pair: Pair) -> list[str]:
-    """Return the policy's target completions, one per turn."""
-    return list(pair[1::2])
-
-
-def observations_of(pair: Pair) -> list[Observation]:
-    """Return the observations between a pair's turns."""
-    return [as_observation(observation) for observation in pair[2::2]]
 
 
 def as_row(prompt: str | Row) -> Row:

@@ -9,42 +9,47 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
-from grpo_jax.errors import StageError, Stopped, StopRun, UserError
+from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import any_process, broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.directory import write_atomically
-from grpo_jax.runs.evaluation import asked_to_evaluate, eval_reward_values, evaluate, measure_all
+from grpo_jax.runs.directory import read_metrics, write_atomically
+from grpo_jax.runs.evaluation import configured_eval_rewards, eval_reward_values, evaluate, measure_all
 from grpo_jax.runs.loading import RunContext, load
-from grpo_jax.runs.metrics import TOTAL, completion_columns, fallen, iteration_row, reward_streaks, update_metrics
+from grpo_jax.runs.metrics import TOTAL, completion_columns, iteration_row, regressed_measures, reward_streaks
 from grpo_jax.runs.policy import load_teacher
-from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
+from grpo_jax.runs.processes import enable_compile_cache, exit_if_peer_failed, join, require_shared, versions
 from grpo_jax.runs.python_input import from_python, keep_prompts
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
 from grpo_jax.runs.session import (
     SCORE,
     Callbacks,
     EarlyStopping,
+    IterationEvent,
     Progress,
     Record,
-    Session,
+    StopRequests,
     added,
-    explained,
     identity_of,
-    nothing_judged,
-    nothing_learned,
+    require_same,
+    rewards_missing_reason,
     stop_requests,
+    updates_skipped_reason,
+    with_remedy,
+    with_total,
 )
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
@@ -69,109 +74,143 @@ def train(
     config, clock = join(config), time.monotonic()
     with (
         stop_requests() as stop,
-        ending_together(config.run_dir),
+        exit_if_peer_failed(config.run_dir),
         open_output(config) as output,
-        ExitStack() as leaving,
+        ExitStack() as exit_stack,
     ):
         require_shared(output.directory.path)
         try:
-            with stop.at_once():
-                ctx = load_run(config, output, prompts, rewards, stop.is_set, leaving)
+            with stop.raise_immediately():
+                ctx = load_run(config, output, prompts, rewards, stop.is_set, exit_stack)
         except Stopped:
             output.info(f"stopped while loading: continue with --resume --run_dir {config.run_dir}")
             return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
         with Checkpoints(output.directory.checkpoints, keep=keep, warning=output.warning) as checkpoints:
-            session = Session(ctx.config, output, checkpoints, stop, callbacks, clock)
-            trainer = Trainer(session, ctx)
+            trainer = Trainer(ctx, output, checkpoints, stop, callbacks, clock)
             try:
-                with trainer.saved_where_it_ends():
+                with trainer.save_on_failure():
                     trainer.begin()
                     trainer.train()
                     return trainer.finish()
             except Stopped:
-                return session.stopped(trainer.progress.iteration if trainer.begun else 0)
+                done = trainer.progress.iteration if trainer.begun else 0
+                saved = "stopped and saved" if output.directory.holds_checkpoint() else "stopped"
+                when = f"after iteration {done}" if done else "before the first iteration"
+                output.info(f"{saved} {when}: continue with --resume --run_dir {config.run_dir}")
+                return {"stopped": True, "iteration": done}
             finally:
                 trainer.rollouts.close()
 
 
 def load_run(
-    config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], leaving: ExitStack
+    config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], exit_stack: ExitStack
 ) -> RunContext:
     """Load a training run, and store its config and its prompts from Python for later processes."""
-    given, directory = from_python(config, prompts, rewards), output.directory
+    inputs, directory = from_python(config, prompts, rewards), output.directory
 
     def write_config(config: Config) -> None:
         if not config.resume and is_main_process():  # a resume may still be refused
             write_atomically(directory.config, to_yaml(config))
 
-    write_config(given.config)  # it names the objects from Python
-    from_main_process(lambda: keep_prompts(given, directory, output.warning))
-    data = {"prompts": given.prompts, "rewards": given.rewards}
-    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving, trains=True)
+    write_config(inputs.config)  # it names the objects from Python
+    from_main_process(lambda: keep_prompts(inputs, directory, output.warning))
+    data = {"prompts": inputs.prompts, "rewards": inputs.rewards}
+    ctx = load(inputs.config, output.info, **data, stopping=stopping, exit_stack=exit_stack, trains=True)
     write_config(ctx.config)  # it has the chat template's date
     return ctx
 
 
 class Trainer:
-    """One process's part of a run; `save` writes `state` and `progress`, those after the last iteration."""
+    """One process's part of a run; `save` writes `state` and `progress`, those after the last iteration.
+
+    Attributes:
+        output: Run directory, terminal and metric writers (`reports.output`).
+        clock: time.monotonic() when the process began.
+    """
 
     state: TrainState
     progress: Progress
 
-    def __init__(self, session: Session, ctx: RunContext):
-        self.session, self.ctx, self.config, self.output = session, ctx, ctx.config, session.output
-        self.checkpoints, self.stop, self.clock = session.checkpoints, session.stop, session.clock
-        self.iterations = ctx.iterations
-        written = {"allowed_tokens": ctx.allowed_tokens, "trie": ctx.trie}
-        self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **written)
-        self.teacher = load_teacher(ctx.config, ctx.policy, **written)
+    def __init__(
+        self,
+        ctx: RunContext,
+        output: Any,
+        checkpoints: Checkpoints,
+        stop: StopRequests,
+        callbacks: Callbacks,
+        clock: float,
+    ):
+        self.ctx, self.config, self.iterations, self.output = ctx, ctx.config, ctx.iterations, output
+        self.checkpoints, self.stop, self.callbacks, self.clock = checkpoints, stop, callbacks, clock
+        self.identity = identity_of(ctx.config, ctx.task_data.identity)
+        distribution = {"allowed_tokens": ctx.allowed_tokens, "trie": ctx.trie}
+        self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **distribution)
+        self.teacher = load_teacher(ctx.config, ctx.policy, **distribution)
         self.rollouts = Rollouts(ctx)
         self.begun = False  # whether there are a state and a progress to save
 
     def begin(self) -> None:
         """Restore the latest checkpoint on --resume, or initialise and evaluate."""
         ctx, output = self.ctx, self.output
-        if progress := self.session.resumed(ctx.task_data.identity, self.iterations):
+        if progress := self.saved_progress():
             return self.resume(progress)
         output.truncate(0)
         try:
             variables, notes, seconds = warm_up(ctx, output.directory.sft, self.clock, output.info)
         except Stopped:
-            self.session.keep_config()
+            self._keep_config()
             raise
-        self.session.keep_config()
+        self._keep_config()
         self.state = self.learner.start(variables)
         started = time.monotonic()
         before = measure_all(ctx, self.state.variables)
-        notes["before"] |= {kind: one.measures for kind, one in before.items()}
+        notes |= {"samples": statistics_of(before), "watched": {}}
         if before:
-            rollouts = {kind: one.rollout for kind, one in before.items()}
+            notes["before"] |= {kind: evaluation.measures for kind, evaluation in before.items()}
+            rollouts = {kind: evaluation.rollout for kind, evaluation in before.items()}
             notes["remembered"] |= ctx.task_data.report.remember("before", rollouts)
-            if samples := statistics_of(before):
-                notes["samples"] = samples
-        notes["watched"] = {"test": eval_reward_values(ctx, before["greedy"])} if before else {}
-        if asked_to_evaluate(ctx) and self.config.evaluation.every and ctx.validation_rows:
+            notes["watched"]["test"] = eval_reward_values(ctx, before["greedy"])
+        if configured_eval_rewards(ctx) and self.config.evaluation.every and ctx.validation_rows:
             validation = evaluate(ctx, self.state.variables, ctx.validation_rows)
             notes["watched"]["validation"] = eval_reward_values(ctx, validation)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
-        identity = identity_of(self.config, ctx.task_data.identity)
-        self.progress = Progress(0, self.iterations, None, 0, seconds, identity, notes)
+        self.progress = Progress(0, self.iterations, None, 0, seconds, self.identity, notes)
         self.begun = True
         for line in baseline_lines(ctx, before):
             output.info(line)
         self.save(wait=True)
         self._remove_sft()
 
+    def saved_progress(self) -> Progress | None:
+        """Return the progress of the latest valid checkpoint on --resume; None for a new run.
+
+        UserError if the checkpoint has another configuration, other data, or more iterations, or if a run that has
+        trained has none: it would begin again.
+        """
+        checkpoints = self.checkpoints
+        if not self.config.resume:
+            return None
+        if checkpoints.latest_step() is None:
+            if trained := len(read_metrics(self.output.directory.metrics)):
+                lost = f"{checkpoints.folder} has no checkpoint, though {trained} iterations are done"
+                raise UserError(f"--resume: {lost}: put it back, or start a new run in another --run_dir")
+            return None
+        progress = Progress.read(checkpoints.read_meta("latest"), checkpoints.folder)
+        require_same(progress.identity, self.config, self.ctx.task_data.identity, checkpoints.folder)
+        done, iterations = progress.iteration, self.iterations
+        if done > iterations:
+            raise UserError(f"--resume: {done} iterations are done, more than the run's {iterations}")
+        return progress
+
     def resume(self, progress: Progress) -> None:
         """Restore the state of the latest valid checkpoint."""
         output, checkpoints = self.output, self.checkpoints
-        identity = identity_of(self.config, self.ctx.task_data.identity)
-        before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
+        before, now = (facts["task"].get(TRAINING_ROWS) for facts in (progress.identity, self.identity))
         if before != now:
             output.warning(f"the training rows have changed: {before} → {now}; the run continues with the new ones")
         done, iterations = progress.iteration, self.iterations
-        self.session.keep_config()
+        self._keep_config()
         template = self.learner.start(self.ctx.policy.variables)
         free_buffers(saved_parts(template))  # two states may not fit in memory
         saved, _ = checkpoints.restore("latest", saved_parts(template))
@@ -182,67 +221,66 @@ class Trainer:
             output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: missing rows stay missing")
         output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
-            output.info(
-                f"the run has {iterations} iterations now, it had {progress.iterations}: schedules use the new length"
-            )
+            had = f"the run has {iterations} iterations now, it had {progress.iterations}"
+            output.info(f"{had}: schedules use the new length")
         if progress.best_iteration and "best" not in checkpoints.available():
             output.warning("no valid best checkpoint is left; the next validation makes one")
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = restored_state(saved, template.variables)
-        self.progress = progress._replace(iterations=iterations, identity=identity)
+        self.progress = progress._replace(iterations=iterations, identity=self.identity)
         self.begun = True
 
     def train(self) -> None:
         """Run the loop: sample and judge, update, log, and save if due."""
-        ctx, training, output = self.ctx, self.config.training, self.output
-        first = announced = self.progress.iteration  # the last iteration with an announced checkpoint
-        output.start(self.iterations, announced)
+        first = self.progress.iteration
+        self.output.start(self.iterations, first)
         if self.progress.unvalidated is not None:
-            self.log(self.progress.unvalidated)
-        for i in range(self.progress.iteration, self.iterations):
-            if self.session.early_end(self.progress) or any_process(self.stop.is_set()):
+            self.log()
+        for i in range(first, self.iterations):
+            if self.early_stop_reason() or any_process(self.stop.is_set()):
                 break
             started = time.monotonic()
-            rollout, objectives, drawn, self.state = self.rollouts.draw(self.state, i)
+            rollout, objectives, metrics, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
-            batch = batch_of(ctx, rollout, objectives)
-            if self.teacher is not None:
-                batch = batch._replace(ref_logprobs=self.teacher(batch))
+            batch = batch_of(self.ctx, rollout, objectives, self.teacher)
             if i == first:
-                output.info("compiling the update …")
+                self.output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
-            key = jax.random.fold_in(jax.random.fold_in(ctx.key, _UPDATE_STREAM), i)
+            key = jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
             self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
             seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
             self.state = self.learner.refresh(self.state, i)
-            learned = update_metrics(report, rate)
-            row = iteration_row(ctx, i, drawn, learned, seconds, started)
-            streaks, warnings = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
-            notes = {**self.progress.notes, **streaks}
-            for line in warnings:
-                output.warning(line)
-            seconds = added(self.progress.seconds, seconds)
-            self.progress = self.progress._replace(iteration=i + 1, seconds=seconds, notes=notes, unvalidated=row)
-            output.completions(i + 1, completion_columns(ctx, rollout, report["advantages"]))
-            self.log(row)
-            if failure := self._nothing_learned() or nothing_judged(self.progress, self.config.run_dir):
+            report = {**report, "learning_rate": rate}
+            row = iteration_row(self.ctx, i, metrics, report, seconds, started)
+            self.record(rollout, report["advantages"], row, seconds)
+            self.log()
+            if failure := self._failure():
                 self.save(wait=True)
                 raise UserError(failure)
-            if training.save_every and (i + 1) % training.save_every == 0:
+            if self._save_is_due():
                 self._save_and_call_back()
-                announced = i + 1
-            self.session.watch_clock(self.progress)
-        if announced < self.progress.iteration:
+            self.stop_after_max_hours()
+        if first < self.progress.iteration and not self._save_is_due():
             self._save_and_call_back()
         self.save(wait=True)
-        if reason := self.session.early_end(self.progress):
-            output.info(f"early stopping after iteration {self.progress.iteration}: {reason}")
-        if not self.session.is_over(self.progress):
+        if reason := self.early_stop_reason():
+            self.output.info(f"early stopping after iteration {self.progress.iteration}: {reason}")
+        if not self.is_over():
             raise Stopped
 
-    def log(self, row: Record) -> None:
+    def record(self, rollout: Rollout, advantages: np.ndarray, row: Record, seconds: Mapping[str, float]) -> None:
+        """Write an iteration's completions, warn of rewards that teach nothing, and count the iteration as done."""
+        done = self.progress.iteration + 1
+        streaks, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
+        for line in warnings:
+            self.output.warning(line)
+        seconds, notes = added(self.progress.seconds, seconds), {**self.progress.notes, **streaks}
+        self.progress = self.progress._replace(iteration=done, seconds=seconds, notes=notes, unvalidated=row)
+        self.output.completions(done, completion_columns(self.ctx, rollout, advantages))
+
+    def log(self) -> None:
         """Validate the last iteration if due, write its row, and call back."""
-        done = self.progress.iteration
+        row, done = self.progress.unvalidated or {}, self.progress.iteration
         try:
             measures = self.validate()
         except BaseException:
@@ -254,30 +292,64 @@ class Trainer:
         if measures and self.progress.best_iteration == done:  # after its row: --resume may continue from it
             self.save(name="best")
             self.output.info(f"new best checkpoint after iteration {done}: {self.progress.best_score:.4g}")
-        self.session.call_back("on_iteration", self.progress, row)
+        self.call_back("on_iteration", row)
         if measures:
-            self.session.call_back("on_validation", self.progress, measures)
+            self.call_back("on_validation", measures)
+
+    def call_back(self, name: str, metrics: Record) -> None:
+        """Call the callback of that name; request a stop if it asks to and iterations are left."""
+        callback = getattr(self.callbacks, name)
+        if callback is None:
+            return
+        step, folder = self.progress.iteration, self.output.directory.path
+        checkpoint = self.checkpoints.folder / f"step_{step}" if name == "on_checkpoint" else None
+        event = IterationEvent(step, self.iterations, dict(metrics), folder, checkpoint)
+        stops, message, failure = False, "", None
+        try:
+            stops = is_main_process() and bool(callback(event))
+        except Exception as error:
+            message, failure = f"{name}: {type(error).__name__}: {one_line(error)}", error
+        stops, message = broadcast([stops, message])
+        if message:
+            raise StopRun(message) from failure
+        if stops and not self.is_over():
+            self.output.info(f"{name} requested a stop")
+            self.stop.set()
+
+    def stop_after_max_hours(self) -> None:
+        """Request a stop after training.max_hours."""
+        hours, worked = self.config.training.max_hours, time.monotonic() - self.clock
+        if hours and is_main_process() and worked >= 3600 * hours and not self.is_over():
+            self.output.info(f"training.max_hours = {hours:g} reached; saving")
+            self.stop.set()
+
+    def early_stop_reason(self) -> str:
+        """Return the reason to stop early; "" if there is none."""
+        return EarlyStopping(**(self.progress.early_stopping or {})).reason(self.config)
+
+    def is_over(self) -> bool:
+        """Return whether nothing is left to train."""
+        return self.progress.iteration >= self.iterations or bool(self.early_stop_reason())
 
     def validate(self) -> dict[str, float]:
-        """Evaluate the validation prompts if due; for "best", no eval reward may have fallen since the start."""
+        """Evaluate the validation prompts if due; for "best", no eval reward may have regressed since the start."""
         ctx, section, progress = self.ctx, self.config.evaluation, self.progress
         done, started = progress.iteration, time.monotonic()
         due = section.every and (done % section.every == 0 or done == self.iterations)
         if not due or not ctx.validation_rows:
             return {}
-        self.rollouts.settle()  # held-out prompts have sampler and judges alone
+        self.rollouts.wait()  # held-out prompts have sampler and judges alone
         evaluation = evaluate(ctx, self.state.variables, ctx.validation_rows)
         measures = dict(evaluation.measures)
         measures[SCORE] = measures.pop(TOTAL)
-        score = measures[section.best_by]
-        if fell := fallen(progress.notes["watched"].get("validation", {}), eval_reward_values(ctx, evaluation)):
-            self.output.info(
-                f"validation after iteration {done}: {join_names(fell)} fell below the start: not the best"
-            )
+        score, at_start = measures[section.best_by], progress.notes["watched"].get("validation", {})
+        if names := regressed_measures(at_start, eval_reward_values(ctx, evaluation)):
+            fell = f"{join_names(names)} fell below their initial values; not saved as best"
+            self.output.info(f"validation after iteration {done}: {fell}")
             score = math.nan
         waited = EarlyStopping(**(progress.early_stopping or {})).after(measures, done, self.config)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
-        progress = progress._replace(seconds=seconds, early_stopping=waited._asdict(), unvalidated=None)
+        progress = progress._replace(seconds=seconds, early_stopping=waited._asdict())
         score = broadcast(float(score))
         # NaN without any reward, and for an iteration that may not be the best; no later value would exceed it.
         if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
@@ -289,12 +361,9 @@ class Trainer:
         """Save `final`, evaluate the held-out prompts, and write policy, summary and report."""
         ctx, progress, directory, variables = self.ctx, self.progress, self.output.directory, self.state.variables
         self.save(name="final")
-        failure = nothing_judged(progress, self.config.run_dir)
-        if int(self.state.step) == 0:
-            failure = failure or self._nothing_learned()
-        if failure:
+        if failure := self._failure(last=True):
             raise UserError(failure)
-        self.rollouts.settle()  # held-out prompts have sampler and judges alone
+        self.rollouts.wait()  # held-out prompts have sampler and judges alone
         started = time.monotonic()
         after = measure_all(ctx, variables, references=False)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
@@ -303,14 +372,25 @@ class Trainer:
             ctx.policy.save(directory.policy, variables)
             if ctx.policy.lora is not None:
                 ctx.policy.save_adapters(directory.adapter, variables)
-        return self.session.finish(progress, report(ctx, progress, after, seconds))
+        finished = report(ctx, progress, after)
+        summary = {**finished.summary, "seconds": with_total(seconds, self.clock)}
+        summary |= {"seed": self.config.seed, "versions": versions()}
+        if reason := self.early_stop_reason():
+            summary["early_stopping"] = reason
+        self.output.finish(finished._replace(summary=summary), config=self.config)
+        return {**summary, "stopped": False}
 
     def save(self, *, name: str = "", wait: bool = False) -> None:
-        """Write a checkpoint of state and progress (`Session.save`)."""
-        self.session.save(self.progress, saved_parts(self.state), name=name, wait=wait)
+        """Write a checkpoint of state and progress, in the background unless `wait`; also under `name`, if given."""
+        progress = self.progress._replace(seconds=with_total(self.progress.seconds, self.clock))
+        saved = progress.iteration, saved_parts(self.state), {"progress": progress._asdict()}
+        if name:
+            self.checkpoints.save_as(name, *saved)
+        else:
+            self.checkpoints.save(*saved, wait=wait)
 
     @contextmanager
-    def saved_where_it_ends(self) -> Iterator[None]:
+    def save_on_failure(self) -> Iterator[None]:
         """Save the state before an exception ends the run; report a failed reward in one line."""
         try:
             yield
@@ -324,23 +404,36 @@ class Trainer:
                 raise
             # Interrupted SFT is saved too; if nothing is saved, the folder is removed.
             resumable = self.output.directory.holds_checkpoint() or self.config.resume
-            hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
-            hint += "" if resumable else "; --debug shows the traceback"
             iteration = self.progress.iteration if self.begun else None
-            told = explained(error, iteration, self.config.run_dir, resumable=resumable, hint=hint)
-            if told is error:
+            remedied = with_remedy(error, iteration, self.config, resumable=resumable)
+            if remedied is error:
                 raise
-            raise told from error
+            raise remedied from error
+
+    def _keep_config(self) -> None:
+        """On --resume, write overridden fields, such as --on_judge_error, into config.yaml for the next resume.
+
+        Call it after all checks of the resume: config.yaml must not keep a refused value.
+        """
+        if self.config.resume and is_main_process():
+            write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
 
     def _remove_sft(self) -> None:
         if is_main_process():
             shutil.rmtree(self.output.directory.sft, ignore_errors=True)
 
-    def _nothing_learned(self) -> str:
+    def _failure(self, *, last: bool = False) -> str:
+        """Return the reason to end a run that does not learn; "" if it does. The `last` policy had an update once."""
         updates = self.config.training.inner_epochs * self.config.training.minibatches
-        return nothing_learned(int(self.state.skipped), updates, self.progress, self.config.run_dir)
+        skipped = 0 if last and int(self.state.step) else int(self.state.skipped)
+        reason = updates_skipped_reason(skipped, updates, self.progress, self.config.run_dir)
+        return reason or rewards_missing_reason(self.progress, self.config.run_dir)
+
+    def _save_is_due(self) -> bool:
+        every = self.config.training.save_every
+        return every > 0 and self.progress.iteration % every == 0
 
     def _save_and_call_back(self) -> None:
         """Save a checkpoint of the loop, in the background unless a callback waits for it."""
-        self.save(wait=self.session.callbacks.on_checkpoint is not None)
-        self.session.call_back("on_checkpoint", self.progress, {})
+        self.save(wait=self.callbacks.on_checkpoint is not None)
+        self.call_back("on_checkpoint", {})

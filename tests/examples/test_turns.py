@@ -127,7 +127,7 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     [
         ({}, "task.environment: expected a function with sampling.turns above 1"),
         ({"sampling.turns": 1, "task.environment": "a.py:b"}, "sampling.turns: expected at least 2 with task.env"),
-        ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
+        ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task has no environment"),
         ({"sampling.max_observation_tokens": 1, "task.environment": f"{CALCULATOR}:step"}, "_observation_tokens is 1"),
     ],
 )

@@ -54,12 +54,12 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
         return learner.refresh(state, iteration)
 
     state = iterate(learner.start(ctx.policy.variables), 0)
-    ahead.settle()
+    ahead.wait()
     first = len(compiled)
     assert first > 3  # the sampler, the reference, the update
     for iteration in (1, 2):
         state = iterate(state, iteration)
-    ahead.settle()
+    ahead.wait()
     assert len(compiled) == first
 
 

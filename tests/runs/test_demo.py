@@ -16,7 +16,7 @@ from support.text_task import ROOT, finished_run, wait_for
 
 from grpo_jax import demo, evaluate, train
 from grpo_jax.errors import UserError
-from grpo_jax.runs.evaluation import Asker, checkpoint_names
+from grpo_jax.runs.evaluation import InferenceSession, checkpoint_names
 
 MINIATURE = (
     *("--training.max_steps=1", "--training.inner_epochs=1", "--training.prompts_per_batch=4"),
@@ -33,9 +33,9 @@ def finished(place, monkeypatch):
 
 
 @pytest.fixture
-def asker(finished):
-    with ExitStack() as leaving:
-        yield Asker(finished, lambda *_: None, leaving)
+def session(finished):
+    with ExitStack() as exit_stack:
+        yield InferenceSession(finished, lambda *_: None, exit_stack)
 
 
 @pytest.fixture
@@ -55,31 +55,31 @@ def test_the_start_is_measured_as_the_run_measured_it(finished, capsys):
 
 
 @pytest.mark.parametrize(("checkpoint", "when"), [("start", "before"), ("final", "after")])
-def test_held_out_prompts_get_the_scores_of_the_run(finished, asker, checkpoint, when):
+def test_held_out_prompts_get_the_scores_of_the_run(finished, session, checkpoint, when):
     """Which `evaluate` repeats."""
     summary = json.loads((finished / "summary.json").read_text())["evaluation"]
-    rows = asker.ctx.test_rows
-    each = [asker.write(asker.row(row.prompt, row.id), checkpoint)[0].last.rewards for row in rows]
+    rows = session.ctx.test_rows
+    each = [session.write(session.row(row.prompt, row.id), checkpoint)[0].last.rewards for row in rows]
     for name in ("letters", "brief"):
         assert np.mean([rewards[name] for rewards in each]) == pytest.approx(summary[name][when], rel=1e-6)
 
 
-def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):
-    assert asker.unchanged(asker.row("never seen", 7)) is None  # a text task's prompts are no completions
-    (episode,) = asker.write(asker.row("never seen", 7), "final")
+def test_a_typed_prompt_lacks_only_what_asks_for_columns(session):
+    assert session.unchanged(session.row("never seen", 7)) is None  # a text task's prompts are no completions
+    (episode,) = session.write(session.row("never seen", 7), "final")
     rewards = episode.last.rewards
     assert np.isnan(rewards["letters"]) and rewards["brief"] == pytest.approx(-len(episode.last.completion) / 10)
-    group = asker.write(asker.row("never seen", 7), "final", group=True)
-    again = asker.write(asker.row("never seen", 7), "final", group=True)
-    other = asker.write(asker.row("never seen", 8), "final", group=True)
+    group = session.write(session.row("never seen", 7), "final", group=True)
+    again = session.write(session.row("never seen", 7), "final", group=True)
+    other = session.write(session.row("never seen", 8), "final", group=True)
     texts = [[one.last.completion for one in episodes] for episodes in (group, again, other)]
     assert len(group) == 4 and texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize(("prompt", "seed"), [(" \n", 1), ("a tree", -1), ("a tree", 2**32), ("tree " * 99, 1)])
-def test_questions_that_are_none(asker, prompt, seed):
+def test_questions_that_are_none(session, prompt, seed):
     with pytest.raises(UserError, match=r"^(prompt|seed)"):
-        asker.row(prompt, seed)
+        session.row(prompt, seed)
 
 
 def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_path, capsys):
@@ -97,7 +97,7 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
             assert line.startswith("error: ") and says in line
 
 
-def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(asker, finished, monkeypatch, tmp_path, capsys):
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(session, finished, monkeypatch, tmp_path, capsys):
     """As typed, and as a row of a data file."""
     from transformers import PreTrainedTokenizerFast
 
@@ -109,7 +109,7 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(asker, finished
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
     with pytest.raises(UserError, match=r"has 3,000,000 bytes, too many for data\.max_prompt_tokens"):
-        asker.row("tree\n " * 500_000, 1)
+        session.row("tree\n " * 500_000, 1)
     rows = [{"prompt": letter * (3_000_000 if letter == "d" else 3), "wish": "a"} for letter in "abcd"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--config", str(finished / "config.yaml"), f"--data.prompts={tmp_path / 'prompts.jsonl'}"]
@@ -149,14 +149,14 @@ def needs_gradio():
 def served(finished, free, tmp_path):
     """Serves a run by the command: run, or None for the text task's → its address."""
     needs_gradio()
-    with ExitStack() as leaving:
+    with ExitStack() as exit_stack:
 
         def serve(run):
             command = [sys.executable, "-m", "grpo_jax.demo", "--run", str(run or finished), f"--port={free}"]
-            log = leaving.enter_context((tmp_path / "log").open("w+"))
+            log = exit_stack.enter_context((tmp_path / "log").open("w+"))
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=os.environ.copy())
-            leaving.callback(process.wait)
-            leaving.callback(process.kill)
+            exit_stack.callback(process.wait)
+            exit_stack.callback(process.kill)
             wait_for(lambda: "serving" in (tmp_path / "log").read_text(), process)
             return f"http://127.0.0.1:{free}"
 

@@ -47,7 +47,7 @@ def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_ch
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     monkeypatch.chdir(place.folder)
     run = tmp_path / "run"
-    asked = SimpleNamespace(is_set=(run / "metrics.jsonl").is_file, at_once=contextlib.nullcontext)
+    asked = SimpleNamespace(is_set=(run / "metrics.jsonl").is_file, raise_immediately=contextlib.nullcontext)
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "stop_requests", lambda: contextlib.nullcontext(asked))
         assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
@@ -204,7 +204,7 @@ def test_a_signal_inside_the_collector_stops_a_moment_later():
         gc.callbacks.remove(stop_here)
         signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(Stopped), stop_requests() as stop, stop.at_once():
+    with pytest.raises(Stopped), stop_requests() as stop, stop.raise_immediately():
         gc.callbacks.append(stop_here)
         gc.collect()
         for _ in range(10 * PATIENCE):

@@ -9,7 +9,7 @@ from support.text_task import rows, train_values
 from grpo_jax.config.run import make_config
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.session import Progress, nothing_judged
+from grpo_jax.runs.session import Progress, rewards_missing_reason
 
 JUDGE = """
 import os
@@ -60,9 +60,11 @@ def test_maxrl_refuses_rewards_other_than_0_and_1(values, tmp_path, capsys):
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):
     progress = Progress(1, 1, None, 0, {}, {}, {"streaks": {"rare": 1, "never": 1}})
-    told = nothing_judged(progress, str(tmp_path))
+    told = rewards_missing_reason(progress, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
-    assert told.endswith("and start again") and not nothing_judged(progress._replace(iterations=4), str(tmp_path))
+    assert told.endswith("and start again") and not rewards_missing_reason(
+        progress._replace(iterations=4), str(tmp_path)
+    )
 
 
 def test_a_chat_policy_without_a_template_is_warned_of(place, tmp_path):

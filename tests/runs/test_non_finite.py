@@ -11,7 +11,7 @@ from support.text_task import DONE, assert_same_bits, final_state, rows, train_v
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs.session import Progress, nothing_learned
+from grpo_jax.runs.session import Progress, updates_skipped_reason
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 
@@ -65,9 +65,9 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_fr
 
 def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(tmp_path):
     progress = Progress(1, 1, None, 0, {}, {}, {})
-    told = nothing_learned(1, 1, progress, str(tmp_path))
+    told = updates_skipped_reason(1, 1, progress, str(tmp_path))
     assert "not finite in 1 updates in a row" in told and "fix it and start again" in told
-    assert not nothing_learned(1, 1, progress._replace(iterations=6), str(tmp_path))
+    assert not updates_skipped_reason(1, 1, progress._replace(iterations=6), str(tmp_path))
 
 
 def updates(advantages):

@@ -9,7 +9,7 @@ from support.text_task import DONE, rows, train_values
 
 from grpo_jax.reports.console import result_lines
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.metrics import fallen
+from grpo_jax.runs.metrics import regressed_measures
 
 JUDGE = f"""{DONE}
 def pleased(completions):
@@ -32,10 +32,10 @@ def test_what_has_fallen():
         "all_alike": start - 0.01, "rounding": start - 1e-9, "missing": np.full(40, np.nan), "new": start - 1,
     }  # fmt: skip
     before = {name: start for name in after if name != "new"}
-    assert fallen(before, after) == ["all_alike", "fell"]
+    assert regressed_measures(before, after) == ["all_alike", "fell"]
     some = np.where(np.arange(40) < 20, np.nan, after["all_alike"])
-    assert fallen({"some": start}, {"some": some}) == ["some"]  # over the prompts that have both
-    assert fallen({"one": [1.0]}, {"one": [0.0]}) == [] == fallen({}, after)
+    assert regressed_measures({"some": start}, {"some": some}) == ["some"]  # over the prompts that have both
+    assert regressed_measures({"one": [1.0]}, {"one": [0.0]}) == [] == regressed_measures({}, after)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,10 @@ def test_the_best_is_never_one_whose_watched_measures_fell(gamed):
     assert scores[0] < scores[1] < scores[2]  # the first is measured before the judge turns
     assert summary["best"] == {"iteration": 1, "validation_score": scores[0]}
     log = (folder / "train.log").read_text()
-    assert log.count("honest fell below the start: not the best") == 2 and "after iteration 1: honest" not in log
+    assert (
+        log.count("honest fell below their initial values; not saved as best") == 2
+        and "after iteration 1: honest" not in log
+    )
 
 
 @pytest.fixture(scope="module")

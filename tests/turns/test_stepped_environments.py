@@ -16,7 +16,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.env_adapters import EnvRunner
-from grpo_jax.runs.evaluation import Asker
+from grpo_jax.runs.evaluation import InferenceSession
 
 WORLDS = '''
 class Count:
@@ -153,12 +153,12 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(run, home, tmp_path):
 
 
 def test_the_demo_plays_held_out_episodes_and_refuses_other_prompts(run):
-    with ExitStack() as leaving:
-        asker = Asker(run, lambda *_: None, leaving)
-        prompt = next(row.prompt for row in asker.ctx.test_rows if row.columns["environment"] == "Count")
-        assert "seen" in demo.answer(asker, prompt, 1, ["final"])
+    with ExitStack() as exit_stack:
+        session = InferenceSession(run, lambda *_: None, exit_stack)
+        prompt = next(row.prompt for row in session.ctx.test_rows if row.columns["environment"] == "Count")
+        assert "seen" in demo.answer(session, prompt, 1, ["final"])
         with pytest.raises(UserError, match="environments make their own prompts; choose a held-out prompt"):
-            asker.row("b", 1)
+            session.row("b", 1)
 
 
 def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():

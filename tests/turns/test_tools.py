@@ -29,7 +29,7 @@ from grpo_jax.rollout.env_adapters import ToolEpisodes
 from grpo_jax.rollout.pictures import size_of
 from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.rollout.tools import Toolbox, calls_in, toolbox
-from grpo_jax.runs.evaluation import Asker
+from grpo_jax.runs.evaluation import InferenceSession
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
@@ -304,15 +304,15 @@ def test_a_run_with_tools_goes_on_as_if_it_had_never_stopped(increments, home, t
 
 
 def test_the_demo_plays_the_class_with_typed_prompts_too(increments):
-    with ExitStack() as leaving:
-        asker = Asker(increments, lambda *_: None, leaving)
-        held_out = asker.ctx.test_rows[0]
+    with ExitStack() as exit_stack:
+        session = InferenceSession(increments, lambda *_: None, exit_stack)
+        held_out = session.ctx.test_rows[0]
         for prompt, whole in ((held_out.prompt, held_out.prompt), ("Please. ", "Please. Increment the counter by")):
-            row = asker.row(prompt, held_out.id)
+            row = session.row(prompt, held_out.id)
             assert row.prompt.startswith(whole) and row.id == held_out.id
-            (episode,) = asker.write(row, "final")
+            (episode,) = session.write(row, "final")
             assert episode.last.rewards["reward"] in (0.0, 1.0)
-            assert "reward" in demo.answer(asker, prompt, held_out.id, ["final"])
+            assert "reward" in demo.answer(session, prompt, held_out.id, ["final"])
 
 
 def of_python():

@@ -173,7 +173,7 @@ from grpo_jax.runs import processes
 
 processes.SILENT_SECONDS = 4.0
 processes.join_processes()
-with processes.ending_together("runs/mine"):
+with processes.exit_if_peer_failed("runs/mine"):
     time.sleep(1)
     if process_index() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

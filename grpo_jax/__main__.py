@@ -39,15 +39,8 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   cartpole    train on CartPole, to see the algorithms learn in a minute: --algorithm grpo|gdpo|ppo
 
 grpo COMMAND --help lists the options. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_OTHERS = {
-    "cartpole": cartpole.main,
-    "demo": demo.main,
-    "evaluate": evaluate.main,
-    "export": export.main,
-    "predict": predict.main,
-    "report": report.main,
-    "recommend": recommend.main,
-}
+_MODULES = (demo, evaluate, export, predict, report, recommend)
+_OTHERS = {"cartpole": cartpole.main} | {module.__name__.rpartition(".")[2]: module.main for module in _MODULES}
 _COMMANDS = ("train", "resume", "plan", *_OTHERS)
 
 

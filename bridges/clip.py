@@ -60,7 +60,7 @@ class Towers(Protocol):
 _CACHE_SIZE = 4096  # texts
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Scorer:
     """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, on `device`."""
 

@@ -39,9 +39,7 @@ def match_precision(precision: str | None) -> None:
 
     Any other precision allows TF32. The setting is global to the process.
     """
-    rounds = precision != "highest"
-    torch.backends.cuda.matmul.allow_tf32 = rounds
-    torch.backends.cudnn.allow_tf32 = rounds
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
 def local_folder(path: str) -> Path | None:
@@ -129,8 +127,6 @@ def quiet_loading() -> Iterator[None]:
 # Sizes of the judges, for --plan: models are built on torch's meta device, only from their config files.
 
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 _PUBLISHED_WIDTHS = (128, 256, 512, 512)  # of the VAE's blocks, in all published pipelines
 
 
@@ -169,7 +165,7 @@ def renderer_memory(judge: PipelineJudge) -> list[tuple[str, int, str]]:
     use_t5 = getattr(judge, "use_t5", None)
     sizes, widths, edge = pipeline_sizes(judge.path)
     edge = judge.size or edge
-    item = ITEM_BYTES[judge.dtype]
+    item = DTYPES[judge.dtype].itemsize
     network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
     encoders = {name: size for name, size in sizes.items() if name.startswith("text_encoder")}
     note = judge.dtype
@@ -191,11 +187,10 @@ def clip_size(model: str) -> int:
     import open_clip
 
     name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
-    if folder is not None:
-        config = load_json(folder / "open_clip_config.json")["model_cfg"]
-    else:
-        config = open_clip.get_model_config(name) or {}
-    config = {name: value for name, value in config.items() if name != "custom_text"}
+    config = (
+        open_clip.get_model_config(name) if folder is None else load_json(folder / "open_clip_config.json")["model_cfg"]
+    )
+    config = {name: value for name, value in (config or {}).items() if name != "custom_text"}
     with loading(f"the sizes of {model}"), torch.device("meta"):
         return _count(open_clip.CLIP(**config))
 

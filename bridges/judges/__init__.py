@@ -45,9 +45,9 @@ class ModelJudge(Judge):
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights, and an allowance for a batch."""
-        from bridges.loading import ITEM_BYTES, model_size
+        from bridges.loading import DTYPES, model_size
 
-        weights = model_size(self.path, self.auto) * ITEM_BYTES[self.dtype]
+        weights = model_size(self.path, self.auto) * DTYPES[self.dtype].itemsize
         return [("model", weights, self.dtype), ("batch", self.working_bytes, "allowance")]
 
 

@@ -56,7 +56,7 @@ class ClipModel(ModelJudge):
         """Return the weights; activations are some tens of megabytes."""
         from bridges import loading
 
-        weights = loading.model_size(self.path) * loading.ITEM_BYTES[self.dtype]
+        weights = loading.model_size(self.path) * loading.DTYPES[self.dtype].itemsize
         return [("CLIP", weights, self.dtype), ("scoring", 2**28, "allowance")]
 
     def check_config(self, config: PretrainedConfig) -> None:

@@ -67,7 +67,7 @@ class OpenClip(Judge):
         folder = bundled(self.model, "scorer")
         name = self.model if folder is None else f"local-dir:{folder}"
         return [
-            ("CLIP", loading.clip_size(name) * loading.ITEM_BYTES[self.dtype], self.dtype),
+            ("CLIP", loading.clip_size(name) * loading.DTYPES[self.dtype].itemsize, self.dtype),
             ("scoring", 2**28, "allowance"),
         ]
 

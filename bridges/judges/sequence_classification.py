@@ -67,7 +67,7 @@ class SequenceClassification(ModelJudge):
         return names.index(self.label)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RewardModel:
     """A loaded reward model, itself a reward; `_column` is the output for it."""
 

@@ -48,14 +48,9 @@ def coverage(shape: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.nda
     return world.coverage(rows, centre, scale)
 
 
-def _template_offsets() -> np.ndarray:
-    """Return the offset from each shape's centre to the middle of its pixels, [6, 2]."""
-    masks = coverage(np.arange(len(SHAPES)), np.zeros((len(SHAPES), 2)), np.full(len(SHAPES), SCALE))
-    middles = np.array([ndimage.center_of_mass(mask)[::-1] for mask in masks])
-    return middles - (SIZE - 1) / 2
-
-
-_OFFSETS = _template_offsets()
+_MASKS = coverage(np.arange(len(SHAPES)), np.zeros((len(SHAPES), 2)), np.full(len(SHAPES), SCALE))
+_OFFSETS = np.array([ndimage.center_of_mass(mask)[::-1] for mask in _MASKS]) - (SIZE - 1) / 2
+"""Offset from each shape's centre to the middle of its pixels, [6, 2]."""
 
 
 def read(image: np.ndarray) -> list[Found]:

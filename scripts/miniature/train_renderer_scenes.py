@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridges import miniature
+from bridges import bundled
 from bridges.miniature import scenes
 from scripts.miniature import drawing, speech_scenes, train_renderer, vocabulary
 
@@ -28,4 +28,4 @@ SCENES = train_renderer.Subject(
 
 def train(folder: Path, *, steps: int = 900) -> None:
     """Train and write the pipeline to ``folder``."""
-    train_renderer.train(folder, steps=steps, subject=SCENES, blocks=3, start_from=miniature.path("renderer"))
+    train_renderer.train(folder, steps=steps, subject=SCENES, blocks=3, start_from=bundled("miniature", "renderer"))

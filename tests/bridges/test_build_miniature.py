@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("open_clip")
 pytest.importorskip("diffusers")
 
-from bridges import miniature  # noqa: E402
+from bridges import bundled  # noqa: E402
 from scripts.miniature import build  # noqa: E402
 
 
@@ -21,7 +21,7 @@ def one_thread():
 def test_a_part_from_the_command(one_thread, tmp_path, capsys):
     assert build.main(["policy_vl", "--out", str(tmp_path), "--steps", "1", *one_thread]) == 0
     assert "policy_vl 1/1 loss" in capsys.readouterr().out.replace(" tower ", " ")
-    assert files(tmp_path / "policy_vl") == files(miniature.path("policy_vl"))
+    assert files(tmp_path / "policy_vl") == files(bundled("miniature", "policy_vl"))
 
 
 def files(folder):

@@ -10,7 +10,7 @@ import pytest
 from support.imports import ROOT
 from support.tiny_models import causal_lm
 
-from bridges import miniature
+from bridges import bundled
 from grpo_jax import train
 from grpo_jax.config import run as config
 from grpo_jax.core.losses import grpo_loss
@@ -135,7 +135,7 @@ def test_the_examples_of_contributing_work(tmp_path, monkeypatch):
 
     scope: dict = {}
     exec(architecture, scope)
-    fields = json.loads((miniature.path("policy") / "config.json").read_text()) | {"model_type": "mine"}
+    fields = json.loads((bundled("miniature", "policy") / "config.json").read_text()) | {"model_type": "mine"}
     assert scope["MINE_ARCHITECTURE"].read(fields).qkv_bias
     exec(surrogate, scope)
     logprobs = jnp.array([[-1.0, -2.0]])

@@ -63,12 +63,12 @@ def held(config, model):
 
 
 def test_what_is_held_is_what_a_run_holds():
-    from bridges import miniature
+    from bridges import bundled
 
     config = configured()
     model = read_shape("miniature")
     memory = held(config, model)
-    loaded = load_folder(miniature.path("policy"))
+    loaded = load_folder(bundled("miniature", "policy"))
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 10))
     state = init_state({"params": loaded.params}, optimizer, keep_reference=True)
     assert memory.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == memory.trained
@@ -88,13 +88,13 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference():
 
 
 def test_a_base_in_few_bits_is_counted_as_it_is_stored():
-    from bridges import miniature
+    from bridges import bundled
 
     model = read_shape("miniature")
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
     whole = held(configured(*adapters), model)
     memory = held(configured(*adapters, "--policy.quantised=int4"), model)
-    loaded = load_folder(miniature.path("policy")).params
+    loaded = load_folder(bundled("miniature", "policy")).params
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, "int4"))
     assert memory.parameters == whole.parameters and memory.trained == whole.trained
     assert memory.weights == whole.weights - saved and saved > 0

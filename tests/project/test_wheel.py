@@ -97,14 +97,14 @@ def test_make_installs_what_its_goal_needs(goal, extras, tmp_path):
 
 OUTSIDE = """
 import bridges, grpo_jax.__main__
-from bridges import miniature
+from bridges import bundled
 from grpo_jax.config.command_line import parse
 grpo_jax.__main__.main(["--version"])
 print(grpo_jax.__file__)
 print(bridges.__file__)
 print(parse(["--config", "prompt_enhancement_miniature"]).policy.path)
-there = miniature.path("policy").is_dir()  # as it is where the weights were fetched
-print((miniature.path("policy") / "model.safetensors").stat().st_size if there else 1)
+there = bundled("miniature", "policy")  # as it is where the weights were fetched
+print((there / "model.safetensors").stat().st_size if there else 1)
 """
 
 

@@ -85,6 +85,10 @@ class LayerInput(NamedTuple):
     cache: tuple[jax.Array, jax.Array] | None = None
 
 
+LayerOutput = tuple[jax.Array, tuple[jax.Array, jax.Array] | None]
+"""New states, and keys and values to cache."""
+
+
 class Prefix(NamedTuple):
     """Prompts after their forward pass; shared by all completions of a prompt."""
 
@@ -118,14 +122,6 @@ class _Scoring(NamedTuple):
     window: jax.Array | None
     scale: jax.Array | float
     softcap: float | None
-
-
-def empty_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
-    """Return an empty cache for completions of shape [P, K, G, T, E]."""
-    *rows, length, size = shape
-    keys = tuple(jnp.zeros((*rows, size, length), dtype) for _ in range(layers))
-    values = tuple(jnp.zeros((*rows, length, size), dtype) for _ in range(layers))
-    return Cache(keys, values, jnp.zeros((), jnp.int32))
 
 
 def write_cache(
@@ -311,7 +307,7 @@ def attend_streams(
     context: Context,
     softcap: float | None = None,
     attention: str = "blocks",
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+) -> LayerOutput:
     """Compute one layer's attention over prompts and completions at once; `softcap` is that of `attend`.
 
     `attention` comes from `choose_attention`. ``rows`` and ``blocks`` are `attend` with and without `by_row`. ``cuda``

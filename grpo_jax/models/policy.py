@@ -17,7 +17,7 @@ from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, empty_cache, platform_of
+from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, platform_of
 from grpo_jax.models.decoder import Decoder, fuse_projections, fused_config, separate, unstack_and_fuse
 from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.hf.chat import Message, Tokenizer, conversation_encoder
@@ -214,8 +214,11 @@ class Policy:
 
     def init_cache(self, prompts: int, group: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Cache:
         """Return an empty cache for `length` tokens of each completion."""
-        c = self.config
-        return empty_cache(c.num_layers, (prompts, c.num_kv_heads, group, length, c.head_dim), dtype or self.dtype)
+        c, dtype = self.config, dtype or self.dtype
+        rows = prompts, c.num_kv_heads, group
+        keys = tuple(jnp.zeros((*rows, c.head_dim, length), dtype) for _ in range(c.num_layers))
+        values = tuple(jnp.zeros((*rows, length, c.head_dim), dtype) for _ in range(c.num_layers))
+        return Cache(keys, values, jnp.zeros((), jnp.int32))
 
     def head(self, variables: Variables) -> jax.Array:
         """Return the unembedding [V, D] in its stored dtype, which its gradient then has too."""

@@ -10,6 +10,8 @@ import numpy as np
 
 from grpo_jax.models import hf_config
 
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosine and sine of angles."""
 SCALINGS = ("default", "linear", "llama3", "yarn")  # allowed in a folder
 
 
@@ -91,9 +93,7 @@ def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return interleaved
 
 
-def rotation(
-    rope: RopeConfig, head_dim: int, positions: jax.Array, *, pictures: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array, *, pictures: bool = False) -> Rotation:
     """Return cosine and sine, f32 [..., head_dim / 2], of integer positions [...], or [..., 3] (time, row, column)."""
     positions = jnp.take(positions, axes(rope, head_dim), axis=-1) if pictures else positions[..., None]
     table = jnp.asarray(frequencies(rope, head_dim))
@@ -160,6 +160,9 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
     rises = kind != "llama3" or low < high
     hf_config.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
     hf_config.expect(kind != "yarn" or float(theta) > 1, "rope_theta", "a number above 1 with rope_type 'yarn'", theta)
+    temperature = scaling.get("attention_factor")  # of YaRN
+    if temperature is None:
+        temperature = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
     return RopeConfig(
         theta=float(theta),
         scaling=kind,
@@ -169,12 +172,5 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
         high_freq_factor=high,
         beta_fast=float(scaling.get("beta_fast") or 32.0),
         beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+        attention_factor=float(temperature) if kind == "yarn" else 1.0,
     )
-
-
-def _attention_factor(scaling: hf_config.ConfigJson, factor: float) -> float:
-    """Return YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder sets another."""
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0

@@ -34,9 +34,7 @@ def _projections(cut: str, architectures: Iterable[Architecture | TowerArchitect
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
 
-_COLUMNS = _projections(COLUMNS, ARCHITECTURES.values())
-_ROWS = _projections(ROWS, ARCHITECTURES.values())
-_FUSED = _projections(FUSED, ARCHITECTURES.values())
+_COLUMNS, _ROWS, _FUSED = (_projections(cut, ARCHITECTURES.values()) for cut in (COLUMNS, ROWS, FUSED))
 _TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
 
 

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
-from grpo_jax.models.attention import Context, LayerInput, attend_streams
+from grpo_jax.models.attention import Context, LayerInput, LayerOutput, attend_streams
 from grpo_jax.models.layers import ACTIVATIONS, COLUMNS, FUSED, ROWS, Architecture, LayerNorm, Naming, Projection
 from grpo_jax.models.lora import LoraConfig
 
@@ -124,9 +124,7 @@ class GPT2Block(nn.Module):
         self.c_fc = projection(c.intermediate_size)
         self.mlp_c_proj = projection(c.hidden_size)
 
-    def __call__(
-        self, x: jax.Array, layer_input: LayerInput, context: Context
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
         """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
         x = x if self.spread is None else self.spread(x)
         c = self.config

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
-from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
+from grpo_jax.models.attention import Context, LayerInput, LayerOutput, add_deepstack, attend_streams
 from grpo_jax.models.layers import (
     ACTIVATIONS,
     COLUMNS,
@@ -25,7 +25,7 @@ from grpo_jax.models.layers import (
     sorted_by_expert,
 )
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation
+from grpo_jax.models.rope import UNTURNED, RopeConfig, Rotation, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision
 
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -260,9 +260,6 @@ def _rope(fields: hf_config.ConfigJson, model_type: str, half: int) -> RopeConfi
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 
-Rotation = tuple[jax.Array, jax.Array]
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary embeddings, over prompts and completions at once (see ``attend_streams``)."""
 
@@ -285,9 +282,7 @@ class Attention(nn.Module):
             self.q_norm = _norm(c)
             self.k_norm = _norm(c)
 
-    def __call__(
-        self, x: jax.Array, layer_input: LayerInput, context: Context
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
         """Attend with states [P, S, D]; also returns keys and values to cache."""
         query, key, value = self._heads(x, _rotation_of(layer_input, context))
         softcap = self.config.attention_softcap
@@ -387,9 +382,7 @@ class LlamaBlock(nn.Module):
         if c.norms != "pre":
             self.post_feedforward_layernorm = _norm(c)
 
-    def __call__(
-        self, x: jax.Array, layer_input: LayerInput, context: Context
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
         """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
         x = x if self.spread is None else self.spread(x)
         match self.config.norms:

@@ -189,10 +189,8 @@ def _from_hub(name: str) -> Path:
         weight_files(folder)  # raises if the cache has only some of them
         return folder
 
-    try:
+    with suppress(Exception):  # not, or not completely, in the cache
         return fetch(local_files_only=True)
-    except Exception:  # not, or not completely, in the cache
-        pass
     try:
         return fetch()
     except Exception as error:  # offline, gated, unknown id, full disk: hub and transport raise many types

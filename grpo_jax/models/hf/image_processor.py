@@ -29,12 +29,8 @@ EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 LONGEST_SHAPE = 200
 """The largest ratio of sides that the processor takes."""
 _PIXELS = hf_config.whole(1, 2**31 - 1)
-_THREE_NUMBERS = hf_config.Kind(
-    "three finite numbers",
-    lambda value: (
-        isinstance(value, list | tuple) and len(value) == 3 and all(hf_config.NOT_NEGATIVE.holds(v) for v in value)
-    ),
-)
+_NUMBERS = hf_config.list_of(hf_config.NOT_NEGATIVE, "")
+_THREE_NUMBERS = hf_config.Kind("three finite numbers", lambda value: _NUMBERS.holds(value) and len(value) == 3)
 
 _KINDS = {
     **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), hf_config.whole(1, 2**10)),
@@ -49,6 +45,10 @@ _KINDS = {
     "size": hf_config.TABLE,
     "image_processor_type": hf_config.Kind(f"one of {', '.join(TYPES)}", lambda value: value in TYPES),
 }
+_SETTINGS = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "frames"}
+_SETTINGS |= {"rescale_factor": "rescale", "resample": "resample"}
+_CHANNELS = {"image_mean": "mean", "image_std": "deviation"}
+"""Fields of `PictureSettings`, by their names in a folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,8 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
     path, fields = _fields(folder)
     with as_user_error(str(path), ValueError):
         settings = _settings(fields)
-        for name, mine, its in (
-            ("patch_size", settings.patch, vision.patch),
-            ("merge_size", settings.merge, vision.merge),
-            ("temporal_patch_size", settings.frames, vision.frames),
-        ):
+        for name in ("patch_size", "merge_size", "temporal_patch_size"):
+            mine, its = (getattr(part, _SETTINGS[name]) for part in (settings, vision))
             hf_config.expect(mine == its, name, f"{its}, as the tower takes it (config.json, vision_config)", mine)
     edge = _default_edge(settings, EDGES.get(vision.model_type, 448)) if size is None else size
     _check_edge(settings, edge)
@@ -151,21 +148,12 @@ def _settings(fields: hf_config.ConfigJson) -> PictureSettings:
     size = fields.get("size") or {}
     edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
     hf_config.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
-    usual = PictureSettings()
-    least = fields.get("min_pixels") or edges.get("shortest_edge") or usual.least
-    most = fields.get("max_pixels") or edges.get("longest_edge") or usual.most
+    least = fields.get("min_pixels") or edges.get("shortest_edge") or PictureSettings.least
+    most = fields.get("max_pixels") or edges.get("longest_edge") or PictureSettings.most
     hf_config.expect(least <= most, "min_pixels", f"at most max_pixels={most}", least)
-    return PictureSettings(
-        patch=fields.get("patch_size") or usual.patch,
-        merge=fields.get("merge_size") or usual.merge,
-        frames=fields.get("temporal_patch_size") or usual.frames,
-        mean=tuple(map(float, fields.get("image_mean") or usual.mean)),
-        deviation=tuple(map(float, fields.get("image_std") or usual.deviation)),
-        rescale=float(fields.get("rescale_factor") or usual.rescale),
-        resample=int(fields.get("resample") or usual.resample),
-        least=least,
-        most=most,
-    )
+    others = {ours: fields[name] for name, ours in _SETTINGS.items() if fields.get(name)}
+    others |= {ours: tuple(map(float, fields[name])) for name, ours in _CHANNELS.items() if fields.get(name)}
+    return PictureSettings(**others, least=least, most=most)
 
 
 def _default_edge(settings: PictureSettings, usual: int) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -169,15 +170,10 @@ class TowerBlock(nn.Module):
         fused = self.qkv(x).reshape(*x.shape[:-1], 3, c.heads, c.head_dim)
         cos, sin = (part[:, :, None] for part in layout.rotation)
         query, key, value = rotate(fused[:, :, 0], cos, sin), rotate(fused[:, :, 1], cos, sin), fused[:, :, 2]
-
-        def everywhere(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return attend_patches(query, key, value, layout.present)
-
-        def near(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return attend_windows(query, key, value, layout)
-
+        everywhere = partial(attend_patches, readable=layout.present)
         if whole is None:
             return everywhere(query, key, value).reshape(x.shape)
+        near = partial(attend_windows, layout=layout)
         return jax.lax.cond(whole, everywhere, near, query, key, value).reshape(x.shape)
 
 
@@ -370,9 +366,7 @@ def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike
     """Initialise parameters: normal weights, unit norms, zero biases."""
     tower = Tower(config, remat="none")
     patches = jax.ShapeDtypeStruct((1, config.merged, config.pixels), jnp.float32)
-    windows = None
-    if config.window is not None:
-        windows = jax.ShapeDtypeStruct((1, 1, config.window**2), jnp.int32)
+    windows = None if config.window is None else jax.ShapeDtypeStruct((1, 1, config.window**2), jnp.int32)
     grid = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     shapes = jax.eval_shape(tower.init, key, patches, grid, windows)["params"]
     return draw_params(shapes, key, lambda names: config.initializer_range, dtype)

@@ -42,7 +42,6 @@ class Clip:
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """Return the objective per token."""
-        del logprobs
         # Bound before the exponential: an infinite ratio would give a gradient of 0 · inf.
         return jnp.exp(self.bounded(log_ratio, advantages)) * advantages
 
@@ -102,7 +101,6 @@ class SoftGate:
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """Return the objective per token."""
-        del logprobs
         temperature = jnp.where(advantages > 0, self.positive, self.negative).astype(log_ratio.dtype)
         ratio = _bounded_ratio(log_ratio)  # the gate is flat far below this bound
         return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantages

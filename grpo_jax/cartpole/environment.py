@@ -116,7 +116,6 @@ def largest(values: jax.Array) -> jax.Array:
 
 @largest.def_vmap
 def _largest_of_all(axis_size: int, in_batched: list[bool], values: jax.Array) -> tuple[jax.Array, bool]:
-    del axis_size, in_batched
     return largest(values), False
 
 

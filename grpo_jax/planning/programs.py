@@ -272,10 +272,14 @@ def _update_program(config: Config, policy: Policy, state: TrainState, shown: Sh
 
 def report_program(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:
     """Compile a program and return its memory and its work on one of the devices."""
-    memory = compile_program(program, target, device).memory_analysis()
+    return read_memory(compile_program(program, target, device), count_work(program, devices))
+
+
+def read_memory(compiled: jax.stages.Compiled, work: Work) -> Report:
+    """Return the memory that the compiler reports."""
+    memory = compiled.memory_analysis()
     assert memory is not None  # these compilers report it
     output = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    work = count_work(program, devices)
     return Report(memory.argument_size_in_bytes, memory.temp_size_in_bytes, output, work)
 
 

@@ -152,12 +152,9 @@ def _shown_pictures(
 
 def tree_bytes(tree: PyTree) -> int:
     """Return the bytes of a tree of arrays or shapes on one device; a sharded leaf counts one shard."""
-
-    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
 
 
 class Program(NamedTuple):

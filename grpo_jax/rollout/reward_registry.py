@@ -216,13 +216,10 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
         if not callable(judge):
             raise UserError(f"{name}: judges.{resolved.judge} is not a reward; name one that uses it")
         return with_arguments(judge, {}, messages=getattr(judge, "takes_messages", False) and resolved.messages)
-    judge_names = {argument: argument for argument in arguments_of(function) if argument in judges}
-    if resolved.judge:
-        if len(judge_names) != 1:
-            listed = [*judge_names] or "none"
-            raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
-        judge_names = dict.fromkeys(judge_names, resolved.judge)
-    bound = {argument: judges[judge] for argument, judge in judge_names.items()}
+    own = [argument for argument in arguments_of(function) if argument in judges]
+    if resolved.judge and len(own) != 1:
+        raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {own or 'none'}")
+    bound = {argument: judges[resolved.judge or argument] for argument in own}
     return with_arguments(function, resolved.options, bound, messages=resolved.messages)
 
 

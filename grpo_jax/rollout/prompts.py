@@ -273,10 +273,9 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         try:
             row, split = parse(record, number)
             known = facts_of(row, place, NO_SPLIT if split is None else SPLITS.index(split))
+            facts += np.array([known], FACTS).tobytes()
         except ValueError as error:
             problems.add(f"{records.unit} {number}: {error}")
-            continue
-        facts += np.array([known], FACTS).tobytes()
     if names:
         _check_columns(list(names), columns, subject)
 

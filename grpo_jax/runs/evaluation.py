@@ -189,15 +189,10 @@ def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
     The total is the weighted sum of the objectives' means, each over the rows that have a value. (A group of one has no
     mean to replace a missing value.) It is NaN if an objective is missing in all rows.
     """
-    objectives = weigh(ctx, rollout)
-    terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
-    total = float(sum(weight * mean for weight, mean in terms if weight))
-    return {**dict(zip(ctx.measure_names, _present_means(rollout.final_values), strict=True)), TOTAL: total}
-
-
-def _present_means(values: np.ndarray) -> list[float]:
-    """Return the mean of the present values [.., N] of each column; NaN if there is none."""
-    return [present_mean(column) for column in np.moveaxis(values, -1, 0)]
+    objectives, values = weigh(ctx, rollout), rollout.final_values
+    rewards = np.asarray(objectives.rewards)
+    total = sum(weight * present_mean(rewards[..., n]) for n, weight in enumerate(objectives.weights) if weight)
+    return {name: present_mean(values[..., n]) for n, name in enumerate(ctx.measure_names)} | {TOTAL: float(total)}
 
 
 def checkpoint_names(run_dir: str | Path, wanted: str) -> list[str]:

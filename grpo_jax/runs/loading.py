@@ -200,7 +200,9 @@ def load(
     allowed = policy_tokens(config, policy.folder)
     trie = choices_trie(config, data.choices and data.choices.texts, policy.folder)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
-    judges = load_judges(config, sections, placement, info, exit_stack)
+    if exit_stack is not None and config.elsewhere:
+        exit_stack.callback(own_package("bridges", "ray_cluster").leave)
+    judges = load_judges(sections, placement, info)
     fns = make_rollout_fns(loaded, data, resolved, judges)
     _check_measures(config, data.prompts, fns)
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in sections.items() if judge.pool}
@@ -274,8 +276,8 @@ def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], i
 def check_judges(config: Config) -> dict[str, Judge]:
     """Return this process's judges, with their pools, after their checks without weights."""
     pooled = own_package("bridges", "ray_pool").placed
-    mine = config.judges if is_main_process() else {}
-    sections = {name: pooled(judge, f"judges.{name}") for name, judge in mine.items()}
+    judges = config.judges if is_main_process() else {}
+    sections = {name: pooled(judge, f"judges.{name}") for name, judge in judges.items()}
 
     def check() -> None:
         for name, judge in sections.items():
@@ -286,19 +288,11 @@ def check_judges(config: Config) -> dict[str, Judge]:
     return sections
 
 
-def load_judges(
-    config: Config,
-    sections: Mapping[str, Judge],
-    placement: Mapping[str, str],
-    info: Info,
-    exit_stack: ExitStack | None,
-) -> dict[str, object]:
+def load_judges(sections: Mapping[str, Judge], placement: Mapping[str, str], info: Info) -> dict[str, object]:
     """Load each judge on its device; only process 0 has any."""
 
     def load_each() -> dict[str, object]:
         judges = {}
-        if exit_stack is not None and config.elsewhere:
-            exit_stack.callback(own_package("bridges", "ray_cluster").leave)
         for name, judge in sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])

@@ -230,8 +230,8 @@ class _Chunk:
         """Judge given texts `[p][G]`."""
         self.episodes = [[Episode((Turn(text),), final=True) for text in group] for group in texts]
         self.active = np.ones((len(self.rows), len(self.episodes[0])), bool)
-        rewards, eval_rewards = (values[:, :, None] for values in self._judge_turn(None))
-        return Rollout(self.rows, self._remembered(), rewards, eval_rewards)
+        values = self._judge_turn(None)[:, :, None]
+        return Rollout(self.rows, self._remembered(), *np.split(values, [len(self.fns.reward_names)], axis=-1))
 
     def collect(self, sample: Sample, variables: PyTree, keys: jax.Array) -> Rollout:
         """Sample, judge and step the environment turn by turn, until all episodes are done."""
@@ -253,13 +253,12 @@ class _Chunk:
         shape = samples[0].truncated.shape
         self.episodes = [[Episode(()) for _ in range(shape[1])] for _ in self.rows]
         self.active, failed = np.ones(shape, bool), np.zeros(shape, bool)
-        names = fns.reward_names, fns.eval_reward_names
-        rewards, eval_rewards = (np.full((*shape, turns, len(some)), np.nan, np.float32) for some in names)
+        values = np.full((*shape, turns, len(fns.reward_names) + len(fns.eval_reward_names)), np.nan, np.float32)
         observed: list[Encoded] = []
         seen: list[PictureInput | None] = []  # pictures of each of `observed`, as inputs of the update
         for turn in range(turns):
             self._read_turn(samples[-1], final=turn + 1 == turns)
-            rewards[:, :, turn], eval_rewards[:, :, turn] = self._judge_turn(samples[-1])
+            values[:, :, turn] = self._judge_turn(samples[-1])
             if env is None or turn + 1 == turns:
                 break
             observed.append(self._step(env, samples[-1], failed))
@@ -278,6 +277,7 @@ class _Chunk:
                 samples.append(on_host(written))
             if turn + 2 == turns:
                 carried = None
+        rewards, eval_rewards = np.split(values, [len(fns.reward_names)], axis=-1)
         rewards[failed] = np.nan  # a failed episode ended early: it has no reward in any turn
         stream = samples[0]
         if env is not None:
@@ -303,13 +303,13 @@ class _Chunk:
             episode = self.episodes[p][g]
             self.episodes[p][g] = replace(episode, turns=(*episode.turns, turn), final=final)
 
-    def _judge_turn(self, samples: Samples | None) -> list[np.ndarray]:
-        """Render and score the last texts of the active episodes: rewards f32 [p, G, N], eval rewards f32 [p, G, W].
+    def _judge_turn(self, samples: Samples | None) -> np.ndarray:
+        """Render and score the last texts of the active episodes: rewards and eval rewards f32 [p, G, N + W].
 
         Whole groups are judged together; once an episode has ended, the remaining ones are judged one by one.
         """
         fns, names = self.fns, (*self.fns.reward_names, *self.fns.eval_reward_names)
-        places, values = self._places, [np.zeros(0)] * 2
+        places, values = self._places, np.zeros(0)
         extra = ExtraColumns(len(places))
         if is_main_process():
             size = self.active.shape[1] if self.active.all() else 1
@@ -326,22 +326,19 @@ class _Chunk:
                     if fns.env is not None or self.start + place[0] < self.gallery:
                         self._change_last(place, image=images[number])  # pyright: ignore[reportOptionalSubscript]
             with self.work.stage("score", self.number):
-                values = fns.score(
+                scores = fns.score(
                     rows,
                     [[self.episodes[p][g] for p, g in group] for group in groups],
                     drawn,
                     tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
                     progress={**self.work.progress, "log_extra": extra.log_extra},
                 )
-        judged = []
-        for some in self.work.share([*values]):
-            array = np.full((*self.active.shape, some.shape[-1]), np.nan, np.float32)
-            array[self.active] = some.reshape(len(places), some.shape[-1])
-            judged.append(array)
+            values = np.concatenate(scores, axis=-1).reshape(len(places), len(names))
+        judged = np.full((*self.active.shape, len(names)), np.nan, np.float32)
+        judged[self.active] = self.work.share(values)
         for number, place in enumerate(places):
-            numbers = np.concatenate([array[place] for array in judged]).tolist()
-            logged = {name: values[number] for name, values in extra.items()}
-            self._change_last(place, rewards=MappingProxyType(dict(zip(names, numbers, strict=True))), logged=logged)
+            rewards = MappingProxyType(dict(zip(names, judged[place].tolist(), strict=True)))
+            self._change_last(place, rewards=rewards, logged={name: logged[number] for name, logged in extra.items()})
         return judged
 
     def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> Encoded:

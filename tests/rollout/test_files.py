@@ -104,7 +104,7 @@ def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
     [
         ("hub:", "hub:: prompts come from a .* from hub:OWNER/NAME, or from builtin"),
         ("hub:no_owner_of/this_name", "hub:no_owner_of/this_name cannot be loaded: "),
-        ("openai/gsm8k", "openai/gsm8k: prompts come from a .* from hub:OWNER/NAME, or from builtin"),
+        ("openai/gsm8k", "openai/gsm8k: prompts come from a .* from hub:openai/gsm8k"),
     ],
 )
 def test_names_of_the_hub_that_lead_nowhere(place, message):
@@ -235,7 +235,8 @@ def known(completions, wish, trainer_state, scale=1):
 
 def test_a_reward_that_asks_for_no_column_is_found_before_anything_loads(place, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(REWARDS)
-    words = [f"--rewards={tmp_path}/mine.py:known,{tmp_path}/mine.py:exact", f"--policy.path={tmp_path / 'absent'}"]
+    (tmp_path / "config.json").write_text("{}")  # a folder without weights
+    words = [f"--rewards={tmp_path}/mine.py:known,{tmp_path}/mine.py:exact", f"--policy.path={tmp_path}"]
     assert train_here(place.config, tmp_path / "run", *words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "reward exact: no column fills its argument 'answer'; the data has wish: name one by data.columns.a" in line

@@ -113,10 +113,10 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
 
 
 def iteration_row(
-    ctx: RunContext, iteration: int, metrics: Record, report: Record, seconds: Mapping[str, float], started: float
+    ctx: RunContext, done: int, metrics: Record, report: Record, seconds: Mapping[str, float], started: float
 ) -> Record:
     """Return an iteration's row from `draw`'s metrics and the update's report; `started` is on time.monotonic()."""
-    size, done = ctx.config.training.prompts_per_batch, iteration + 1
+    size = ctx.config.training.prompts_per_batch
     completions = size * metrics.get("draws", 1) * ctx.config.sampling.group_size
     return {
         "step": done,

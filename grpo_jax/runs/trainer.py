@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
-import numpy as np
 
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
@@ -94,7 +93,7 @@ def train(
                     trainer.train()
                     return trainer.finish()
             except Stopped:
-                done = trainer.progress.iteration if trainer.begun else 0
+                done = trainer.progress.iteration if trainer.has_state else 0
                 saved = "stopped and saved" if output.directory.holds_checkpoint() else "stopped"
                 when = f"after iteration {done}" if done else "before the first iteration"
                 output.info(f"{saved} {when}: continue with --resume --run_dir {config.run_dir}")
@@ -148,7 +147,7 @@ class Trainer:
         self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **distribution)
         self.teacher = load_teacher(ctx.config, ctx.policy, **distribution)
         self.rollouts = Rollouts(ctx)
-        self.begun = False  # whether there are a state and a progress to save
+        self.has_state = False  # whether there are a state and a progress to save
 
     def begin(self) -> None:
         """Restore the latest checkpoint on --resume, or initialise and evaluate."""
@@ -176,7 +175,7 @@ class Trainer:
             notes["watched"]["validation"] = eval_reward_values(ctx, validation)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         self.progress = Progress(0, self.iterations, None, 0, seconds, self.identity, notes)
-        self.begun = True
+        self.has_state = True
         for line in baseline_lines(ctx, before):
             output.info(line)
         self.save(wait=True)
@@ -228,7 +227,7 @@ class Trainer:
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = restored_state(saved, template.variables)
         self.progress = progress._replace(iterations=iterations, identity=self.identity)
-        self.begun = True
+        self.has_state = True
 
     def train(self) -> None:
         """Run the loop: sample and judge, update, log, and save if due."""
@@ -250,9 +249,7 @@ class Trainer:
             self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
             seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
             self.state = self.learner.refresh(self.state, i)
-            report = {**report, "learning_rate": rate}
-            row = iteration_row(self.ctx, i, metrics, report, seconds, started)
-            self.record(rollout, report["advantages"], row, seconds)
+            self.record(rollout, metrics, {**report, "learning_rate": rate}, seconds, started)
             self.log()
             if failure := self._failure():
                 self.save(wait=True)
@@ -268,15 +265,18 @@ class Trainer:
         if not self.is_over():
             raise Stopped
 
-    def record(self, rollout: Rollout, advantages: np.ndarray, row: Record, seconds: Mapping[str, float]) -> None:
-        """Write an iteration's completions, warn of rewards that teach nothing, and count the iteration as done."""
+    def record(
+        self, rollout: Rollout, metrics: Record, report: Record, seconds: Mapping[str, float], started: float
+    ) -> None:
+        """Write an iteration's completions, warn of rewards that teach nothing, and keep its row for `log`."""
         done = self.progress.iteration + 1
+        row = iteration_row(self.ctx, done, metrics, report, seconds, started)
         streaks, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
         for line in warnings:
             self.output.warning(line)
         seconds, notes = added(self.progress.seconds, seconds), {**self.progress.notes, **streaks}
         self.progress = self.progress._replace(iteration=done, seconds=seconds, notes=notes, unvalidated=row)
-        self.output.completions(done, completion_columns(self.ctx, rollout, advantages))
+        self.output.completions(done, completion_columns(self.ctx, rollout, report["advantages"]))
 
     def log(self) -> None:
         """Validate the last iteration if due, write its row, and call back."""
@@ -398,13 +398,13 @@ class Trainer:
             of_policy = isinstance(error, StageError) and error.stage == "sample"
             if process_count() > 1 and of_policy and not isinstance(error.__cause__, UserError):
                 raise  # other processes may be inside this stage and cannot save
-            if self.begun:
+            if self.has_state:
                 self.save(wait=True)
             if isinstance(error, Stopped):
                 raise
             # Interrupted SFT is saved too; if nothing is saved, the folder is removed.
             resumable = self.output.directory.holds_checkpoint() or self.config.resume
-            iteration = self.progress.iteration if self.begun else None
+            iteration = self.progress.iteration if self.has_state else None
             remedied = with_remedy(error, iteration, self.config, resumable=resumable)
             if remedied is error:
                 raise

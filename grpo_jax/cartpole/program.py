@@ -45,7 +45,7 @@ def train(settings: Settings, seed: int, count: int, out: Path | None) -> None:
     ends = [*range(EVERY, settings.iterations, EVERY), settings.iterations]
     lengths = np.diff(ends, prepend=0).tolist()
     blocks = {
-        length: over_seeds(partial(training.train, iterations=length), devices).lower(state).compile()
+        length: over_seeds(lambda state, length=length: training.train(state, length), devices).lower(state).compile()
         for length in sorted(set(lengths))
     }
     say(f"compiled in {time.monotonic() - began:.1f} s; {_shown(returns[0])} before training")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partialmethod
 from pathlib import Path
 from typing import IO, TextIO, cast
 
@@ -42,9 +41,18 @@ class LastingStream(io.TextIOBase):
             self.lost = True
             return None
 
-    write = partialmethod(_try, "write")
-    flush = partialmethod(_try, "flush")
-    isatty = partialmethod(_try, "isatty")
+    def write(self, text: str) -> int:
+        """Write, if still possible."""
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if still possible."""
+        self._try("flush")
+
+    def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
+        return bool(self._try("isatty"))
 
 
 class Console:

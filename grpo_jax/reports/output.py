@@ -48,7 +48,7 @@ class RunOutput:
         if self._repo:
             require_hub(self._repo)
         self._config, self._display = config, config.task.display
-        self.directory = RunDirectory.open(config.run_dir, resume=config.resume)
+        self.directory = RunDirectory.open(str(config.run_dir), resume=config.resume)
         try:
             if not config.resume:
                 write_atomically(self.directory.config, to_yaml(config))

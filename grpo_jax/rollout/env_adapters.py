@@ -199,7 +199,7 @@ class ToolEpisodes:
             start = mark * len(row.pictures)
         return replace(
             row,
-            prompt="".join([start, row.prompt, *(mark if part is PICTURE else part for part in parts)]),
+            prompt="".join([start, row.prompt, *(mark if part is PICTURE else str(part) for part in parts)]),
             messages=messages,
             pictures=(*row.pictures, *sources),
             columns={**columns, "environment": kind, _ID: row.id},

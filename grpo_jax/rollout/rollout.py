@@ -230,8 +230,8 @@ class _Chunk:
         """Judge given texts `[p][G]`."""
         self.episodes = [[Episode((Turn(text),), final=True) for text in group] for group in texts]
         self.active = np.ones((len(self.rows), len(self.episodes[0])), bool)
-        values = self._judge_turn(None)[:, :, None]
-        return Rollout(self.rows, self._remembered(), *np.split(values, [len(self.fns.reward_names)], axis=-1))
+        rewards, eval_rewards = np.split(self._judge_turn(None)[:, :, None], [len(self.fns.reward_names)], axis=-1)
+        return Rollout(self.rows, self._remembered(), rewards, eval_rewards)
 
     def collect(self, sample: Sample, variables: PyTree, keys: jax.Array) -> Rollout:
         """Sample, judge and step the environment turn by turn, until all episodes are done."""

@@ -232,7 +232,7 @@ def _seeded(seed: int, begin: Coroutine[Any, Any, object]) -> Generator[Any, Any
         others = random.getstate()
         random.setstate(state)
         try:
-            waited = resume(value)
+            waited = resume(value)  # pyright: ignore[reportCallIssue, reportArgumentType] value is what resume takes
         except StopIteration as end:
             return end.value
         finally:
@@ -259,12 +259,13 @@ class ToolEpisode:
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        content = await _seeded(seed, call_async(self.object.reset, **columns))
+        returned = await _seeded(seed, call_async(self.object.reset, **columns))
+        content: Any = "" if returned is None else returned
         try:
-            parts, sources = read_content("" if content is None else content)
+            parts, sources = read_content(content)
         except ValueError as error:
             raise BadReturn(f"must return a text, a list of content parts, or None: {error}") from error
-        return content if sources else "".join(parts)
+        return content if sources else "".join(map(str, parts))
 
     async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
         """Run the tool calls of a completion; without a call the episode ends.

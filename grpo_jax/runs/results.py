@@ -174,7 +174,7 @@ def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
     turns = []
     for turn in episode.turns:
         seen = None if turn.observation is None or turn.observation.done else turn.observation
-        answer = (seen.text, seen.pictures) if seen else ()
+        answer = (seen.text, seen.pictures) if seen else (None, ())
         turns.append(ShownTurn(turn.completion, turn.rewards, turn.image, *answer))
     return EpisodeEntry(row.prompt, turns, [thumbnail(source, _SHOWN_SIZE) for source in row.pictures])
 

@@ -49,12 +49,12 @@ _LINES = 20  # lines on the console
 
 def warm_up(
     ctx: RunContext, folder: Path, clock: float, info: Callable[[str], None]
-) -> tuple[Variables, dict[str, Record], dict[str, float]]:
+) -> tuple[Variables, Record, dict[str, float]]:
     """Evaluate the policy and run SFT: returns variables, notes of the run ("before", "remembered"), seconds.
 
     An interrupted SFT resumes from its latest checkpoint in `folder`.
     """
-    notes: dict[str, Record] = {"before": {}, "remembered": {}}
+    notes: Record = {"before": {}, "remembered": {}}
     if not ctx.config.sft.steps:
         return ctx.policy.variables, notes, {}
     with Checkpoints(folder, keep=2, warning=lambda line: info(f"warning: {line}")) as checkpoints:

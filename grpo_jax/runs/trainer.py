@@ -73,7 +73,7 @@ def train(
     config, clock = join(config), time.monotonic()
     with (
         stop_requests() as stop,
-        exit_if_peer_failed(config.run_dir),
+        exit_if_peer_failed(str(config.run_dir)),
         open_output(config) as output,
         ExitStack() as exit_stack,
     ):

@@ -31,7 +31,7 @@ def without(fields, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (LLAMA | dict(model_type="mamba"), "'llama', 'mistral', 'qwen2', .*'gpt2'.*mamba"),
+        (LLAMA | dict(model_type="mamba"), "'llama', 'mistral', 'olmo2', .*'gpt2'.*mamba"),
         (without(LLAMA, "hidden_size"), "hidden_size"),
         (LLAMA | dict(hidden_act="relu2"), "relu2"),
         (LLAMA | dict(hidden_size="32"), "hidden_size: expected a whole number from 1 to 1048576, got '32'"),

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, rotary embeddings, a gated MLP."""
+"""Llama, Mistral, OLMo 2, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, RoPE, a gated MLP."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, Rotation, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision
 
-TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+TEXT_TYPES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -51,7 +51,8 @@ _KINDS = {
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
 _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
 _DEFAULTS = {"mistral": {"num_key_value_heads": 8, "sliding_window": 4096}}
-_DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5}
+_DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5, "olmo2": 1e-5}
+_QK_NORMS = {"qwen3": "head", "qwen3_vl": "head", "olmo2": "projection"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,8 @@ class DecoderConfig:
             qkv_bias=True if qwen2_like else attention_bias,
             output_bias=False if qwen2_like else attention_bias,
             mlp_bias=model_type == "llama" and bool(fields.get("mlp_bias", False)),
-            qk_norm="head" if model_type in ("qwen3", "qwen3_vl") else "",
+            qk_norm=_QK_NORMS.get(model_type, ""),
+            norms="post" if model_type == "olmo2" else "pre",
             vision=read_vision(config, fields["vocab_size"], fields["hidden_size"])
             if model_type in VISION_TYPES
             else None,
@@ -192,7 +194,7 @@ def _neutral(fields: hf_config.ConfigJson, model_type: str) -> dict[str, tuple[A
         neutral["attention_bias"] = (True,)  # queries, keys and values always have biases
     if model_type == "mistral":
         neutral["attention_bias"] = (False,)
-    if model_type in ("llama", "qwen3_vl"):
+    if model_type in ("llama", "olmo2", "qwen3_vl"):
         neutral["sliding_window"] = ()
     if model_type in ("qwen2_vl", "qwen2_5_vl"):
         neutral["head_dim"] = (_head_dim(fields),)
@@ -210,7 +212,7 @@ def _windows(fields: hf_config.ConfigJson, model_type: str) -> tuple[int | None,
     layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
     window = fields.get("sliding_window")
-    if model_type in ("llama", "qwen3_vl", "mistral"):
+    if model_type in ("llama", "olmo2", "qwen3_vl", "mistral"):
         return same_window(fields, window)
     window = window if fields.get("use_sliding_window", False) else None
     if types is not None:

@@ -1,4 +1,4 @@
-"""Variants of Llama's layers: SmolLM3, Phi-3, OLMo 2, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
+"""Variants of Llama's layers: SmolLM3, Phi-3, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
 
 import dataclasses
 import math
@@ -124,32 +124,6 @@ PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     # Beyond it LongRoPE uses another table from the first token on: a completion would change its prompt's keys.
     longest=lambda config: config.rope.original_length or None,
 )
-
-
-# OLMo 2: Llama's layers with norms on the outputs of attention and MLP, and on whole queries and keys (OLMo team 2024,
-# arXiv:2501.00656).
-
-OLMO2 = "olmo2"
-
-
-def read_olmo2(config: hf_config.ConfigJson) -> DecoderConfig:
-    """Read an OLMo 2's ``config.json``; ValueErrors name the field."""
-    fields = {"rms_norm_eps": 1e-5, **hf_config.not_null(config)}
-    shared = read_shared(fields, OLMO2)
-    hf_config.refuse_changed(fields, {"mlp_bias": (False,)}, OLMO2)
-    bias = bool(fields.get("attention_bias", False))
-    return DecoderConfig(
-        **shared,
-        rope=read_rope(fields),
-        windows=same_window(fields, None),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm="projection",
-        norms="post",
-    )
-
-
-OLMO2_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(OLMO2,), read=read_olmo2)
 
 
 # Qwen3-MoE: Qwen3's attention, and a mixture of experts for an MLP (Qwen team 2025, arXiv:2505.09388).

@@ -339,26 +339,18 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
 
 
 def _remedies(config: Config, card: DeviceMemory) -> str:
-    """Name the options that make the largest parts of a device smaller, as docs/planning.md does."""
-    training, section = config.training, config.policy
+    """Name the options that need less memory for the largest part of a device, as docs/planning.md does."""
+    training = config.training
     prompts = training.prompts_per_batch // training.minibatches
-    steps = next((n for n in range(training.grad_accumulation_steps + 1, prompts + 1) if prompts % n == 0), 0)
-    chunk = (training.chunk_prompts or training.prompts_per_batch) // 2
+    steps = [n for n in range(training.grad_accumulation_steps + 1, prompts + 1) if prompts % n == 0]
     options = {
-        "update": [
-            *([f"--training.grad_accumulation_steps {steps}"] if steps else []),
-            *(["--policy.remat layer"] if section.remat != "layer" else []),
-            *(["--training.grad_dtype bfloat16"] if training.grad_dtype == "float32" and not section.lora.used else []),
-        ],
-        "sampling": [f"--training.chunk_prompts {chunk}"] if chunk else [],
-        "optimizer state": [] if section.lora.used else ["--policy.lora.rank 16"],
+        "update": [f"--training.grad_accumulation_steps {n}" for n in steps[:1]] + ["--policy.remat layer"],
+        "sampling": ["--training.chunk_prompts"],
+        "optimizer state": ["--policy.lora.rank 16"],
     }
-    narrower = [] if section.compute_dtype == "bfloat16" else ["--policy.compute_dtype bfloat16"]
-    lines = [line for line in card.parts.get(POLICY, []) if line.counted and line.bytes > card.excess / 4]
-    named = [option for line in sorted(lines, key=lambda line: -line.bytes) for option in options.get(line.name, [])]
-    if card.parts.keys() - {POLICY, "runtime"}:
-        named.append("a judge on another device, or with a smaller batch_size")
-    return ", ".join([*named, *narrower]) or "a smaller sampling.group_size"
+    lines = sorted(card.parts.get(POLICY, []), key=lambda line: -line.bytes)
+    named = next((options[line.name] for line in lines if line.counted and line.name in options), [])
+    return ", ".join([*named, "--policy.compute_dtype bfloat16", "a smaller batch_size of judges"])
 
 
 # --------------------------------------------------------------------------------------------------------- the printing

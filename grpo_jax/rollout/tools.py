@@ -12,8 +12,7 @@ import inspect
 import json
 import random
 import re
-import types
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -224,26 +223,6 @@ def toolboxes(section: DataSection) -> dict[str, Toolbox]:
     return boxes
 
 
-@types.coroutine
-def _seeded(seed: int, begin: Coroutine[Any, Any, object]) -> Generator[Any, Any, Any]:
-    """Await a coroutine; while it runs, Python's `random` has a state of this seed."""
-    state, resume, value = random.Random(seed).getstate(), begin.send, None
-    while True:
-        others = random.getstate()
-        random.setstate(state)
-        try:
-            waited = resume(value)  # pyright: ignore[reportCallIssue, reportArgumentType] value is what resume takes
-        except StopIteration as end:
-            return end.value
-        finally:
-            state = random.getstate()
-            random.setstate(others)
-        try:
-            resume, value = begin.send, (yield waited)
-        except BaseException as error:
-            resume, value = begin.throw, error
-
-
 class ToolEpisode:
     """An episode with a tool object, as an environment with `reset` and `step`."""
 
@@ -254,12 +233,18 @@ class ToolEpisode:
     async def reset(self, seed: int) -> str | list[Any]:
         """Begin the episode of a row with columns of its own; return the text or content parts for its prompt.
 
-        The seed also seeds Python's `random`, so that the object can be made again.
+        The seed also seeds Python's `random`, but not for an `async def`: several of them run at a time.
         """
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        returned = await _seeded(seed, call_async(self.object.reset, **columns))
+        state = random.getstate()
+        random.seed(seed)
+        try:
+            returned = self.object.reset(**columns)
+        finally:
+            random.setstate(state)
+        returned = await returned if inspect.isawaitable(returned) else returned
         content: Any = "" if returned is None else returned
         try:
             parts, sources = read_content(content)

@@ -531,12 +531,11 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
 
 
 class Waiting:
-    """Draws numbers before and after it waits, as others do meanwhile."""
+    """Shows its row, which it has after a wait."""
 
-    async def reset(self, **row):
-        first = random.random()
+    async def reset(self, number, **row):
         await asyncio.sleep(0)
-        return [{"type": "text", "text": f"{first} "}, {"type": "text", "text": str(random.random())}]
+        return [{"type": "text", "text": f"{number} "}, {"type": "text", "text": "again"}]
 
     def look(self) -> str:
         """Looks."""
@@ -545,13 +544,10 @@ class Waiting:
 
 def test_a_reset_may_be_async_and_return_content_parts():
     episodes = episodes_with(Waiting)
-    rows = [Row(7, "Go ", {}), Row(7, "Go ", {"other": 1})]
-    shown = [episodes.start_episode(row).prompt for row in rows]
-    numbers = random.Random(7)
-    assert shown == [f"Go {numbers.random()} {numbers.random()}"] * 2
+    row = episodes.start_episode(Row(7, "Go ", {"number": 3}))
+    assert row.prompt == "Go 3 again"
     again = [Episode((Turn("It is done."),)) for _ in range(3)]
-    row = episodes.start_episode(rows[0])
-    assert episodes.runner.step([row] * 3, again) == [None] * 3  # each drew the numbers of its prompt
+    assert episodes.runner.step([row] * 3, again) == [None] * 3  # each began with the text of its prompt
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -58,7 +58,6 @@ token's advantage moves that token |
 | entropy bonus with a mask of high-entropy tokens | mean over the selected tokens | mean over all tokens |
 | entropy quantile that falls on a token | float32 rounding may exclude that token | includes the token |
 | NaN from the sampler, in importance weights | gets weight 1 | stays NaN |
-| importance weights with `vespo` | join the row's ratio | multiply the tokens; with `importance_cap: 0` as in TRL |
 | missing reward in a sum | counts as 0 | counts as its group's mean of that reward |
 """
 

@@ -268,14 +268,6 @@ class SurrogateSection(Section):
     """Temperature of tokens with a positive advantage (sapo)."""
     negative: Positive | None = None
     """Temperature of the other tokens (sapo)."""
-    k_pos: Positive | None = None
-    """Exponent k of a row's ratio if its advantage is not negative (vespo)."""
-    lambda_pos: Positive | None = None
-    """Decay λ of a row's ratio if its advantage is not negative (vespo)."""
-    k_neg: Positive | None = None
-    """Exponent k of a row's ratio if its advantage is negative (vespo)."""
-    lambda_neg: Positive | None = None
-    """Decay λ of a row's ratio if its advantage is negative (vespo)."""
     epsilon: Positive | None = None
     """Change of a token's probability beyond which it is pulled back (drpo)."""
 
@@ -288,9 +280,9 @@ class SurrogateSection(Section):
 class AlgorithmSection(Section):
     """Advantages and loss."""
 
-    preset: Literal[
-        "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "gmpo", "vespo", "cispo", "sapo", "dppo_tv", "drpo"
-    ] = "grpo"
+    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo_tv", "drpo"] = (
+        "grpo"
+    )
     """Loss preset, named after its paper (docs/algorithms.md)."""
     advantage: Literal["gdpo", "grpo", "rloo", "raft", "maxrl", "batch", "gae", "opd"] = "gdpo"
     """Advantage estimator. "gdpo" normalises each reward in its group; "grpo" the weighted sum. "rloo" subtracts the
@@ -367,7 +359,7 @@ class AlgorithmSection(Section):
         binary = self.overlong_buffer == 0 or self.advantage != "maxrl"
         self.require(binary, "overlong_buffer", "0 with advantage 'maxrl', which takes rewards of 0 and 1")
         self._check_surrogate()
-        for name in ("clip_low", "clip_high") if self.preset in ("vespo", "cispo", "sapo", "drpo") else ():
+        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo", "drpo") else ():
             unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
             self.require(getattr(self, name) is None, name, unbounded)
 

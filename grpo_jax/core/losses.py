@@ -23,15 +23,7 @@ from grpo_jax.core.aggregation import (
 )
 from grpo_jax.core.kl import KLPenalty, kl_divergence
 from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, safe_divide, select
-from grpo_jax.core.surrogates import (
-    CappedWeight,
-    Clip,
-    DivergenceMask,
-    DivergencePenalty,
-    GammaWeight,
-    SoftGate,
-    Surrogate,
-)
+from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, SoftGate, Surrogate
 
 
 class GRPOMetrics(NamedTuple):
@@ -79,8 +71,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "luspo": {"surrogate": Clip(2e-3, 2.5e-3), "ratio": "sequence", "aggregation": FixedLength(1)},
     # GMPO, https://arxiv.org/abs/2507.20673. The geometric mean of a row's clipped ratios; mean over rows.
     "gmpo": {"surrogate": Clip(1 - math.exp(-0.4), math.exp(0.4) - 1), "ratio": "geometric", "aggregation": "sequence"},
-    # VESPO, https://arxiv.org/abs/2602.10693. Sum over tokens / tokens of the whole update.
-    "vespo": {"surrogate": GammaWeight(), "ratio": "product", "aggregation": "token"},
     # CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585. Sum over tokens / tokens of the whole update; the
     # cap follows ScaleRL, https://arxiv.org/abs/2510.13786.
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
@@ -102,8 +92,6 @@ def _log_ratio(log_ratio, advantages, mask, surrogate: Surrogate, ratio: str) ->
     """Return the tokens' log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
     if ratio == "token":
         return log_ratio
-    if ratio == "product":
-        return jnp.sum(log_ratio, axis=-1, keepdims=True)
     if ratio == "geometric" and isinstance(surrogate, Clip):
         log_ratio = surrogate.bounded(log_ratio, advantages)
     mean = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
@@ -146,7 +134,7 @@ def _as_token_weights(weights, mask, dtype) -> jax.Array:
 
 def _check_choices(surrogate, ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse incompatible choices; return whether there is an entropy bonus."""
-    check_choice("ratio", ratio, "token", "sequence", "geometric", "product")
+    check_choice("ratio", ratio, "token", "sequence", "geometric")
     if ratio == "geometric" and not isinstance(surrogate, Clip):
         raise ValueError(f"surrogate must be a Clip with ratio 'geometric', which clips each token, got {surrogate}")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
@@ -201,19 +189,19 @@ def grpo_loss(
 
         loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
-    The ratio ρ is π / π_old of the token, or one for the row: the geometric mean of its tokens' ratios (GSPO), of their
-    clipped ratios (GMPO), or their product (VESPO). Gradients reach only `logprobs`
-    and `entropy`. Masked tokens and rows without tokens have no influence, even if they hold NaN; if nothing remains,
-    the loss and its gradient are 0. For a part of an update, pass the whole update's `normaliser`: the losses and
-    gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
+    The ratio ρ is π / π_old of the token, or one for the row: the geometric mean of its tokens' ratios (GSPO), or of
+    their clipped ratios (GMPO). Gradients reach only `logprobs` and `entropy`. Masked tokens and rows without tokens
+    have no influence, even if they hold NaN; if nothing remains, the loss and its gradient are 0. For a part of an
+    update, pass the whole update's `normaliser`: the losses and gradients of the parts then add up.
+    (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
 
     Args:
         logprobs: `[.., T]`, floating.
         old_logprobs: `[.., T]`, of the policy that sampled the tokens.
         advantages: `[..]`, or `[.., T]`.
         mask: bool `[.., T]`.
-        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `GammaWeight`, `DivergenceMask` or `DivergencePenalty`.
-        ratio: "token", "sequence", "geometric" (with `Clip`) or "product".
+        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `DivergenceMask` or `DivergencePenalty`.
+        ratio: "token", "sequence", or "geometric" (with `Clip`).
         aggregation: "sequence" (mean of row means), "token" (mean over tokens) or `FixedLength(n)`.
         normaliser: `loss_normaliser` of the whole update; that of the given mask by default. Without an entropy
             bonus, a scalar (its `loss`) is enough.

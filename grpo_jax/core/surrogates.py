@@ -1,4 +1,4 @@
-"""Per-token surrogates of a policy loss: clipped ratio, capped or smooth weight, soft gate, and divergence bounds.
+"""Per-token surrogates of a policy loss: clipped ratio, capped weight, soft gate, and divergence bounds.
 
 A surrogate is any object with the two methods `objective` and `clipped`; here each is a frozen dataclass. Arguments:
 `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one ratio per row), `logprobs` `[.., T]`, and `advantages`
@@ -109,32 +109,6 @@ class SoftGate:
 
 
 @dataclass(frozen=True)
-class GammaWeight:
-    """Surrogate: VESPO's smooth weight of a row's ratio, in place of clipping (https://arxiv.org/abs/2602.10693).
-
-        stop_gradient(φ(ρ)) · A · log π,  φ(ρ) = e^λ ρ^k e^(-λρ),  (k, λ) by the sign of A
-
-    φ(1) is 1, and φ falls towards 0 for rows that have become unlikely or very likely. Take the product of a row's
-    ratios, `grpo_loss(ratio="product")`.
-    """
-
-    k_pos: float = 2.0  # A ≥ 0: the weight of unlikely rows
-    lambda_pos: float = 3.0  # A ≥ 0: the weight of likely rows
-    k_neg: float = 3.0
-    lambda_neg: float = 2.0
-
-    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
-        """Return the objective per token."""
-        log_ratio = jnp.clip(jax.lax.stop_gradient(log_ratio), -20.0, 20.0)
-        good, dtype = advantages >= 0, log_ratio.dtype
-        k = jnp.where(good, self.k_pos, self.k_neg).astype(dtype)
-        decay = jnp.where(good, self.lambda_pos, self.lambda_neg).astype(dtype)
-        return jnp.exp(k * log_ratio - decay * jnp.expm1(log_ratio)) * advantages * logprobs
-
-    clipped = _clips_nothing
-
-
-@dataclass(frozen=True)
 class DivergenceMask:
     """Surrogate: DPPO's mask on the change of probability, its Binary-TV (https://arxiv.org/abs/2602.04879).
 
@@ -189,4 +163,4 @@ def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:
     return jnp.exp(jnp.minimum(log_ratio, 20.0))
 
 
-Surrogate = Clip | CappedWeight | SoftGate | GammaWeight | DivergenceMask | DivergencePenalty
+Surrogate = Clip | CappedWeight | SoftGate | DivergenceMask | DivergencePenalty

@@ -11,7 +11,7 @@ from oracles.oracle import policy_batch, run
 from oracles.oracle_trl import tensor, trainer, trl_loss, trl_scored
 from oracles.oracle_trl_cases import BONUS, CASES, TRL_PRESETS, our_loss, per_token_advantages
 from oracles.oracle_trl_selection import CASES as SELECTION
-from oracles.oracle_trl_selection import SAMPLER, sampler_options
+from oracles.oracle_trl_selection import sampler_options
 from trl import GRPOConfig
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection
@@ -67,17 +67,6 @@ def test_a_missing_reward_is_0_in_trl():
     ours, theirs = group_advantages(sum_rewards(rewards))[0], trl_scored(rewards)["advantages"][0]
     assert ours[1] == ours[0] > 0 > ours[2]
     assert theirs[1] == theirs[2] < 0 < theirs[0]
-
-
-def test_vespo_joins_the_samplers_weights_to_the_rows_ratio_in_trl(x64):
-    """Here they multiply the tokens; with the sampler's policy as the old one both are the same."""
-    parts = policy_batch(0)
-    ratios = np.where(parts["mask"], np.exp(parts["old"] - parts["sampler"]), 1)
-    theirs = trl_loss(parts, weights=ratios, **TRL_PRESETS["vespo"] | SAMPLER)
-    ours = our_loss(parts | {"old": parts["sampler"]}, PRESETS["vespo"])
-    np.testing.assert_allclose(ours[1], theirs[1], atol=1e-12)
-    weighted = our_loss(parts, PRESETS["vespo"], token_weights=ratios)
-    assert abs(weighted[1] - theirs[1]).max() > 0.01
 
 
 def test_a_row_ratio_moves_every_token_of_the_row_in_trl(x64):

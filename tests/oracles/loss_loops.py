@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.core.losses import CappedWeight, Clip, FixedLength, KLPenalty, SoftGate, grpo_loss
-from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty, GammaWeight
+from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
 
 ROWS, LENGTH = 6, 5
 SURROGATES = {
@@ -15,7 +15,6 @@ SURROGATES = {
     "dual clip": Clip(0.2, 0.2, dual=1.5),
     "capped": CappedWeight(1.3),
     "gate": SoftGate(1.0, 1.4),
-    "gamma": GammaWeight(),
     "divergence mask": DivergenceMask(0.02, 0.05, cap=1.3),
     "divergence penalty": DivergencePenalty(0.1),
 }
@@ -33,7 +32,6 @@ CHOICES = [
         ("gate", "token", "sequence"),
         ("gate", "sequence", "token"),
         ("clip", "geometric", "sequence"),
-        ("gamma", "product", "token"),
         ("divergence mask", "token", "token"),
         ("divergence penalty", "token", "sequence"),
     ]
@@ -92,10 +90,6 @@ def loop_objective(surrogate, log_ratio, logprob, advantage):
         return value
     if isinstance(surrogate, CappedWeight):
         return min(ratio, surrogate.cap) * advantage * logprob
-    if isinstance(surrogate, GammaWeight):
-        good, bad = (surrogate.k_pos, surrogate.lambda_pos), (surrogate.k_neg, surrogate.lambda_neg)
-        k, decay = good if advantage >= 0 else bad
-        return np.exp(decay) * ratio**k * np.exp(-decay * ratio) * advantage * logprob
     old = np.exp(logprob - log_ratio)
     if isinstance(surrogate, DivergenceMask):
         change = np.exp(logprob) - old
@@ -108,11 +102,11 @@ def loop_objective(surrogate, log_ratio, logprob, advantage):
 
 
 def loop_row_ratio(log_ratios, surrogate, level, advantage):
-    """The log ratio of a row: GMPO's mean of clipped tokens, the product of all, or their geometric mean."""
+    """The log ratio of a row: GMPO's mean of clipped tokens, or their geometric mean."""
     if level == "geometric":
         high, low = np.log(1 + surrogate.high), np.log(1 - surrogate.low)
         log_ratios = [min(x, high) if advantage > 0 else max(x, low) for x in log_ratios]
-    return sum(log_ratios) / (1 if level == "product" else len(log_ratios))
+    return sum(log_ratios) / len(log_ratios)
 
 
 def loop_loss(parts, choices, kl=None, entropy_coef=0.0):

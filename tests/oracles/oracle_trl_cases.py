@@ -12,7 +12,7 @@ from trl.trainer.utils import selective_log_softmax_and_entropy
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, leave_one_out_advantages, sum_rewards
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.losses import PRESETS, KLPenalty, grpo_loss, loss_normaliser
-from grpo_jax.core.surrogates import CappedWeight, Clip, GammaWeight, SoftGate
+from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate
 
 # How TRL is told to do what our presets do.
 TRL_PRESETS = {
@@ -27,11 +27,10 @@ TRL_PRESETS = {
         "loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 2e-3, "epsilon_high": 2.5e-3,
     },
     "gmpo": {"kind": GMPOTrainer, "epsilon_low": 0.4, "epsilon_high": 0.4},
-    "vespo": {"loss_type": "vespo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo": {"loss_type": "sapo"},
 }  # fmt: skip
-RARE = ("luspo", "gmpo", "vespo")  # in fewer settings
+RARE = ("luspo", "gmpo")  # in fewer settings
 CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")
 BONUS = {"entropy_coef": 0.2, "_entropy_bonus_enabled": True}
 LOSS, SCORES = "GRPOTrainer._compute_loss", "GRPOTrainer._generate_and_score_completions"
@@ -146,8 +145,6 @@ def loss_cases():
         yield loss_case("cispo", f"cap {cap}", {"surrogate": CappedWeight(cap)}, {"epsilon_high": cap})
     gates = {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}
     yield loss_case("sapo", "gates 0.5 2.0", {"surrogate": SoftGate(0.5, 2.0)}, {"args": gates})
-    gammas = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 4.0}
-    yield loss_case("vespo", "other weights", {"surrogate": GammaWeight(1.5, 2.5, 2.0, 4.0)}, {"args": gammas})
     row = {"importance_sampling_level": "sequence"}
     for preset in ("dr_grpo", "dapo", "cispo", "sapo"):
         yield loss_case(preset, "row ratio", {"ratio": "sequence"}, row)

@@ -9,7 +9,7 @@ from support import tiny_update
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
-from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, GammaWeight, SoftGate
+from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, SoftGate
 from grpo_jax.training.estimators import OVERLONG, Objectives, estimate_advantages, make_objectives, signal_metrics
 from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
@@ -120,7 +120,6 @@ def test_the_gap_is_that_of_trainer_and_sampler_alone(seen):
     ("preset", "fields", "expected"),
     [
         ("gspo", {"clip_low": 0.1, "surrogate": {"dual": 4.0}}, Clip(0.1, 4e-4, dual=4.0)),
-        ("vespo", {"surrogate": {"k_pos": 1.5, "lambda_neg": 4.0}}, GammaWeight(1.5, 3.0, 3.0, 4.0)),
         ("cispo", {"surrogate": {"cap": 4.0}}, CappedWeight(4.0)),
         ("sapo", {"surrogate": {"positive": 0.5, "negative": 2.0}}, SoftGate(0.5, 2.0)),
         ("dppo_tv", {"clip_high": 0.2, "surrogate": {"cap": 5.0}}, DivergenceMask(0.15, 0.2, 5.0)),

@@ -110,7 +110,7 @@ def test_a_checkpoint_is_measured_and_asked(run, home, capsys, ctx):
     summary = json.loads((run / "summary.json").read_text())["evaluation"]
     assert measured["greedy"]["bright"] == pytest.approx(summary["bright"]["after"], abs=1e-6)
     assert measured["greedy"]["bright"] > 0  # the light of the pictures at least
-    variables, _ = restore_variables(ctx.policy.variables, run, "final")
+    variables, _ = restore_variables(ctx.policy.variables, run, "final", {})
     written = [one.last.completion for one in evaluate(ctx, variables, ctx.test_rows).episodes]
     rewrite = load_rewriter(run)
     for row, text in zip(ctx.test_rows, written, strict=True):

@@ -86,8 +86,8 @@ def run(
 
 def _in_python(line: object) -> str:
     """Return an error's line with Python's words in place of the command's options."""
-    text = str(line).replace("; --debug shows the traceback", "").replace("--resume", "resume=True")
-    return re.sub(r"--(?=run_dir|on_judge_error|judge_timeout|\w+\.)", "", text)
+    text = str(line).replace("; --debug shows the traceback", "").replace("--resume --", "resume=True and --")
+    return re.sub(r"--(?=run_dir|on_judge_error|judge_timeout|\w+\.)", "", text.replace("--resume", "resume=True"))
 
 
 @extras_named()

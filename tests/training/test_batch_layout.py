@@ -1,5 +1,6 @@
 """The layout of a batch has no effect: trimmed, packed, split or padded, each preset makes the same update."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -24,8 +25,6 @@ LENGTHS = np.array([[20, 3, 5, 4], [9, 17, 2, 1], [12, 4, 4, 6], [1, 2, 19, 8]])
 class OneTokenBack(Policy):
     """A policy that sees one token back: small enough to compile for every preset."""
 
-    softcap = None
-
     def forward_group(self, variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
         first = jnp.broadcast_to(prompt_tokens[:, -1, None, None], (*tokens.shape[:2], 1))
         before = jnp.concatenate([first, tokens[..., :-1]], -1)
@@ -36,7 +35,7 @@ class OneTokenBack(Policy):
         return variables["params"]["head"]
 
 
-POLICY = OneTokenBack(None)
+POLICY = OneTokenBack(SimpleNamespace(logit_softcap=None))
 RANDOM = np.random.default_rng(0)
 VARIABLES = {"params": {name: RANDOM.normal(size=(VOCABULARY, WIDTH)).astype("f") for name in ("table", "head")}}
 

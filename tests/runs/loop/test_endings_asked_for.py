@@ -119,7 +119,7 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
         go(config, folder, on_iteration=tire)
     with pytest.raises(UserError, match=r"the reward is away.*Saved after iteration 2") as failed:
         go(config, folder, judge="validation:1")  # its validation is made up for
-    logged = (folder / "train.log").read_text().splitlines()[-1].replace("--resume", "resume=True")
+    logged = (folder / "train.log").read_text().splitlines()[-1].replace("--resume", "resume=True and")
     assert logged.replace(" --", " ") == f"error: {failed.value}"  # with the words of Python
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
     summary = go(config, folder, on_validation=lambda moment: np.bool_(moment.step == 2))

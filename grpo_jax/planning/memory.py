@@ -94,9 +94,6 @@ def show_plan(config: Config, request: Namespace) -> int:
     return 1 if full else 0
 
 
-# ---------------------------------------------------------------------------------------------------------- the policy
-
-
 class PolicyMemory(NamedTuple):
     """The policy's bytes on each of its devices."""
 
@@ -231,9 +228,6 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     return Shown(prompt, observations, patches), f"{tower}, {trained}; pictures of {tokens} tokens: {places}"
 
 
-# --------------------------------------------------------------------------------------------------------- the devices
-
-
 class Line(NamedTuple):
     """A line of a plan: name, bytes, reason, and whether the bytes count (only one of two alternating parts does)."""
 
@@ -340,7 +334,7 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
 
 def _remedies(config: Config, card: DeviceMemory) -> str:
     """Name the options that need less memory for the largest part of a device, as docs/planning.md does."""
-    training = config.training
+    training, section = config.training, config.policy
     prompts = training.prompts_per_batch // training.minibatches
     steps = [n for n in range(training.grad_accumulation_steps + 1, prompts + 1) if prompts % n == 0]
     options = {
@@ -350,10 +344,9 @@ def _remedies(config: Config, card: DeviceMemory) -> str:
     }
     lines = sorted(card.parts.get(POLICY, []), key=lambda line: -line.bytes)
     named = next((options[line.name] for line in lines if line.counted and line.name in options), [])
-    return ", ".join([*named, "--policy.compute_dtype bfloat16", "a smaller batch_size of judges"])
-
-
-# --------------------------------------------------------------------------------------------------------- the printing
+    named += ["--policy.compute_dtype bfloat16", *(["a smaller batch_size of judges"] if config.judges else [])]
+    present = f"--policy.remat {section.remat}", f"--policy.compute_dtype {section.compute_dtype}"
+    return ", ".join(option for option in named if option not in present) or "a smaller sampling.group_size"
 
 
 def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMemory], note: str) -> None:

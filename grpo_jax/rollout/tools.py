@@ -238,13 +238,16 @@ class ToolEpisode:
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        state = random.getstate()
-        random.seed(seed)
-        try:
-            returned = self.object.reset(**columns)
-        finally:
-            random.setstate(state)
-        returned = await returned if inspect.isawaitable(returned) else returned
+
+        def begin() -> object:
+            state = random.getstate()
+            random.seed(seed)
+            try:
+                return self.object.reset(**columns)
+            finally:
+                random.setstate(state)
+
+        returned = await call_async(begin)
         content: Any = "" if returned is None else returned
         try:
             parts, sources = read_content(content)

@@ -13,13 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from bridges import bundled
+from bridges.judges import PipelineJudge, RenderSettings
 from bridges.loading import DTYPES, first_line, loading, local_folder, torch_device
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
@@ -27,8 +28,6 @@ from grpo_jax.config.files import load_json
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from bridges.judges import PipelineJudge
 
     TextReader = tuple[PreTrainedTokenizerBase, PreTrainedModel]
 
@@ -145,24 +144,6 @@ UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
 
 class RenderError(RuntimeError):
     """The pipeline failed, or a picture is not finite."""
-
-
-@dataclass(frozen=True)
-class RenderSettings:
-    """Rendering settings.
-
-    Attributes:
-        guidance: Classifier-free guidance scale; 1 disables it, at half the cost.
-        size: Height and width in pixels; 0 for the model's default.
-        batch_size: The last batch of a call is padded to it.
-        negative_prompt: None takes the pipeline's own.
-    """
-
-    steps: int
-    guidance: float
-    size: int = 0
-    batch_size: int = 1
-    negative_prompt: str | None = None
 
 
 class _ImageCache:

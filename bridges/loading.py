@@ -19,8 +19,6 @@ from grpo_jax.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from bridges.judges import PipelineJudge
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -154,32 +152,6 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     drawing = load_json(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
     latents = drawing.get("sample_size", 128)  # FLUX's transformer has none; its pipeline uses 128
     return sizes, widths, latents * 2 ** (len(widths) - 1)
-
-
-def renderer_memory(judge: PipelineJudge) -> list[tuple[str, int, str]]:
-    """Return a renderer's memory by part: weights, and the working memory of its VAE, which dominates.
-
-    A judge with `use_t5` notes whether the third text encoder is loaded. The VAE holds three full-size activations of
-    its second widest features: before, within and after its last block.
-    """
-    use_t5 = getattr(judge, "use_t5", None)
-    sizes, widths, edge = pipeline_sizes(judge.path)
-    edge = judge.size or edge
-    item = DTYPES[judge.dtype].itemsize
-    network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
-    encoders = {name: size for name, size in sizes.items() if name.startswith("text_encoder")}
-    note = judge.dtype
-    if use_t5 is False:
-        encoders.pop("text_encoder_3", None)
-    if use_t5 is not None:
-        note += ", with T5" if "text_encoder_3" in encoders else ", without T5"
-    features = 3 * judge.batch_size * widths[:2][-1] * edge * edge * item
-    return [
-        (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), judge.dtype),
-        ("text encoders", item * sum(encoders.values()), note),
-        ("drawing", features, f"estimate: {judge.batch_size} pictures of {edge} x {edge} in the VAE"),
-        ("picture cache", judge.cache_megabytes * 2**20, "cache_megabytes, once full"),
-    ]
 
 
 def clip_size(model: str) -> int:

@@ -5,7 +5,7 @@ Its fields are the judge's config (`judges.NAME.FIELD`), each with its help. `gr
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
@@ -13,8 +13,6 @@ from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from bridges.diffusion import RenderSettings
 
 
 class ModelJudge(Judge):
@@ -51,6 +49,24 @@ class ModelJudge(Judge):
         return [("model", weights, self.dtype), ("batch", self.working_bytes, "allowance")]
 
 
+@dataclass(frozen=True)
+class RenderSettings:
+    """Rendering settings.
+
+    Attributes:
+        guidance: Classifier-free guidance scale; 1 disables it, at half the cost.
+        size: Height and width in pixels; 0 for the model's default.
+        batch_size: The last batch of a call is padded to it.
+        negative_prompt: None takes the pipeline's own.
+    """
+
+    steps: int
+    guidance: float
+    size: int = 0
+    batch_size: int = 1
+    negative_prompt: str | None = None
+
+
 class PipelineJudge(Judge):
     """Base class of a renderer that is a pipeline of diffusers."""
 
@@ -74,14 +90,33 @@ class PipelineJudge(Judge):
     """Pictures per batch."""
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged."""
-        from bridges.loading import renderer_memory
+        """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged.
 
-        return renderer_memory(self)
+        A judge with `use_t5` notes whether the third text encoder is loaded. The VAE, which dominates, holds three
+        full-size activations of its second widest features: before, within and after its last block.
+        """
+        from bridges.loading import DTYPES, pipeline_sizes
+
+        use_t5 = getattr(self, "use_t5", None)
+        sizes, widths, edge = pipeline_sizes(self.path)
+        edge = self.size or edge
+        item = DTYPES[self.dtype].itemsize
+        network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
+        encoders = {name: size for name, size in sizes.items() if name.startswith("text_encoder")}
+        note = self.dtype
+        if use_t5 is False:
+            encoders.pop("text_encoder_3", None)
+        if use_t5 is not None:
+            note += ", with T5" if "text_encoder_3" in encoders else ", without T5"
+        features = 3 * self.batch_size * widths[:2][-1] * edge * edge * item
+        return [
+            (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), self.dtype),
+            ("text encoders", item * sum(encoders.values()), note),
+            ("drawing", features, f"estimate: {self.batch_size} pictures of {edge} x {edge} in the VAE"),
+            ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
+        ]
 
     def settings(self, negative_prompt: str | None = None) -> tuple[RenderSettings, RenderSettings]:
         """Return the settings of training and of evaluation."""
-        from bridges.diffusion import RenderSettings
-
         training = RenderSettings(self.steps, self.guidance, self.size, self.batch_size, negative_prompt)
         return training, replace(training, steps=self.eval_steps, guidance=self.eval_guidance)

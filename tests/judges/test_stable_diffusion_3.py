@@ -12,7 +12,8 @@ pytest.importorskip("diffusers")
 from diffusers import StableDiffusion3Pipeline  # noqa: E402
 from support import tiny_models  # noqa: E402
 
-from bridges.diffusion import RenderError, RenderSettings  # noqa: E402
+from bridges.diffusion import RenderError  # noqa: E402
+from bridges.judges import RenderSettings  # noqa: E402
 from bridges.judges.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.config.sections import PolicySection
 from grpo_jax.errors import extras_named
 from grpo_jax.models.hf_config import expect
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied, is_quantised
@@ -41,6 +42,11 @@ class LoraConfig:
     def scale(self) -> float:
         """Return the product's factor alpha / rank."""
         return self.alpha / self.rank
+
+
+def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
+    """Return whether the vision tower is trained, whatever the prompts."""
+    return section.vision == "train" or (lora is not None and bool(lora.vision))
 
 
 def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:

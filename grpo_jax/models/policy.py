@@ -24,7 +24,7 @@ from grpo_jax.models.hf.chat import Message, Tokenizer, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, lora_config, save_adapters
 from grpo_jax.models.hf.weights import shapes
 from grpo_jax.models.hf_config import as_user_error
-from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
+from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, needs_tower, quantise
 from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.sharding import OverPrompts, gather_columns, make_mesh, shard
 from grpo_jax.models.variables import (
@@ -35,7 +35,6 @@ from grpo_jax.models.variables import (
     copied,
     init_value_head,
     keeps_layers_apart,
-    needs_tower,
     precision_of,
     tower_dtype,
     unstack,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,6 @@ from jax.typing import ArrayLike
 
 from grpo_jax.config.sections import PolicySection
 from grpo_jax.models.attention import platform_of
-
-if TYPE_CHECKING:
-    from grpo_jax.models.lora import LoraConfig
 
 PyTree = Any  # of arrays
 Variables = Mapping[str, PyTree]
@@ -48,11 +45,6 @@ def precision_of(compute_dtype: str, precision: str | None) -> str | None:
     JAX's default, for other dtypes.
     """
     return "highest" if precision is None and compute_dtype == "float32" else precision
-
-
-def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
-    """Return whether the vision tower is trained, whatever the prompts."""
-    return section.vision == "train" or (lora is not None and bool(lora.vision))
 
 
 def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:

@@ -27,9 +27,9 @@ from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.hf.weights import read_json_file
-from grpo_jax.models.lora import count_weights
+from grpo_jax.models.lora import count_weights, needs_tower
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
+from grpo_jax.models.variables import precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import GIB, MEMORY, PLAN, TARGET
 from grpo_jax.planning.programs import (

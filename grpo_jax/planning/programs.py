@@ -20,7 +20,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import init_variables, unstack_and_fuse
 from grpo_jax.models.hf.peft import lora_config
-from grpo_jax.models.lora import init_adapters, quantise
+from grpo_jax.models.lora import init_adapters, needs_tower, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP, gather, shardings
 from grpo_jax.models.variables import (
@@ -29,7 +29,6 @@ from grpo_jax.models.variables import (
     PyTree,
     init_value_head,
     keeps_layers_apart,
-    needs_tower,
     tower_dtype,
     weight_dtype,
     with_tower,

@@ -17,6 +17,7 @@ from grpo_jax.models.hf.folder import read_folder
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.pictures import Picture, pack_rows
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import Objectives
@@ -89,8 +90,9 @@ def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]
         sampled = now()
         texts = tokenizer.batch_decode(samples.tokens.reshape(-1, case.new_tokens))
         rewards = jnp.asarray([work.reward(case, text) for text in texts]).reshape(case.prompts, case.group, 1)
-        objectives, every = Objectives(rewards, ("share",), (1.0,)), np.ones(case.prompts, bool)
-        batch = make_batch((tokens.astype("int32"), mask), samples, objectives, every, ALGORITHM, pictures=shown)
+        objectives, values = Objectives(rewards, ("share",), (1.0,), np.ones(case.prompts, bool)), np.asarray(rewards)
+        rollout = Rollout([], [], values, values, samples, tokens.astype("int32"), mask, shown)
+        batch = make_batch(rollout, objectives, ALGORITHM)
         before = now()
         batch, _ = jax.block_until_ready(prepare(state, batch))
         referred = now()

@@ -26,6 +26,7 @@ from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import keeps_layers_apart, weight_dtype
 from grpo_jax.planning.memory import plan_policy, read_shape
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch
@@ -128,7 +129,8 @@ def learn_from(config: Any, prompts: Any, samples: Any, rewards: jax.Array) -> A
         weights={"brightness": 1.0},
         max_new_tokens=config.sampling.max_new_tokens,
     )
-    return make_batch(prompts, samples, objectives, np.ones(rows[0], bool), config.resolved_algorithm)
+    rollout = Rollout([], [], np.asarray(rewards), np.asarray(rewards), samples, *prompts)
+    return make_batch(rollout, objectives, config.resolved_algorithm)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The batch of an iteration: its rollout, its objectives, and the arrays for the update.
+"""The judged batch of an iteration: its rollout and its objectives.
 
 With training.async_level 1 the next batch is sampled while one is judged and trained on (`Rollouts`):
 
@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from grpo_jax.errors import ABANDONED
-from grpo_jax.models.broadcast import process_count
-from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import draw_at
 from grpo_jax.rollout.rewards import JudgedBatch
@@ -30,8 +28,7 @@ from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
 from grpo_jax.runs.session import Record
-from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives, require_binary
+from grpo_jax.training.estimators import Objectives, make_turn_objectives, require_binary
 from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables
 
 Locks = defaultdict[str, threading.Lock]
@@ -42,11 +39,16 @@ _AHEAD = "rollout ahead"
 _GRACE_SECONDS = 5.0  # prefetch shutdown timeout
 
 
-Drawn = tuple[Rollout, Objectives, Record]
+class CollectedBatch(NamedTuple):
+    """A judged batch: its rollout, its objectives, and its part of the metrics row."""
+
+    rollout: Rollout
+    objectives: Objectives
+    metrics: Record
 
 
-def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> Drawn:
-    """Sample and judge the batch of an iteration; return it, its objectives, and its part of the metrics row.
+def collect_batch(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> CollectedBatch:
+    """Sample and judge the batch of an iteration.
 
     With zero_variance_groups "resample", at most three further batches are drawn until P groups are informative. This
     is DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a limit. Informative groups come first, in
@@ -70,17 +72,16 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
     objectives = weigh(ctx, rollout, training=True)
     row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)
     if algorithm.zero_variance_groups == "keep":
-        return rollout, objectives, row | judged.logged
-    informative = informative_groups(objectives, algorithm)
-    while informative.sum() < size and draws <= further:
+        return CollectedBatch(rollout, objectives, row | judged.logged)
+    while objectives.informative.sum() < size and draws <= further:
         rollout = join_rollouts([rollout, collect_draw(draws)])
-        informative = informative_groups(weigh(ctx, rollout, training=True), algorithm)
+        objectives = weigh(ctx, rollout, training=True)
         draws += 1
     if draws > 1:
-        places = np.argsort(~informative, kind="stable")[:size]
-        rollout, informative = rollout.pick(places), informative[places]
+        rollout = rollout.pick(np.argsort(~objectives.informative, kind="stable")[:size])
         objectives = weigh(ctx, rollout, training=True)
-    return rollout, objectives, row | {"draws": draws, "groups_kept": int(informative.sum())} | judged.logged
+    row |= {"draws": draws, "groups_kept": int(objectives.informative.sum())}
+    return CollectedBatch(rollout, objectives, row | judged.logged)
 
 
 def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objectives:
@@ -105,28 +106,6 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     return objectives
 
 
-def batch_of(
-    ctx: RunContext,
-    rollout: Rollout,
-    objectives: Objectives,
-    teacher: Callable[[Batch], jax.Array] | None = None,
-) -> Batch:
-    """Return the update's batch, with advantages and a teacher's log-probabilities, on the policy's devices."""
-    assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
-    mesh = ctx.policy.mesh
-    batch = make_batch(
-        (rollout.prompt_tokens, rollout.prompt_mask),
-        rollout.samples,
-        objectives,
-        informative_groups(objectives, ctx.config.algorithm),
-        ctx.config.resolved_algorithm,
-        pictures=rollout.pictures,
-        mesh=mesh if process_count() == 1 else None,  # each process takes its shard below
-    )
-    batch = shard_batch(batch, mesh)
-    return batch if teacher is None else batch._replace(ref_logprobs=teacher(batch))
-
-
 class Rollouts:
     """The rollouts of a run; with training.async_level 1 sampled ahead.
 
@@ -141,49 +120,49 @@ class Rollouts:
         self._closed = threading.Event()
         self._ctx = ctx._replace(stopping=lambda: self._closed.is_set() or ctx.stopping())
         self._locks: Locks = defaultdict(threading.Lock)
-        self._drawn: dict[int, Future[Drawn]] = {}
+        self._futures: dict[int, Future[CollectedBatch]] = {}
 
-    def draw(self, state: TrainState, iteration: int) -> tuple[Rollout, Objectives, Record, TrainState]:
-        """Return `draw` of a batch, and the state, which holds the next sampling weights if sampled ahead."""
+    def collect(self, state: TrainState, iteration: int) -> tuple[CollectedBatch, TrainState]:
+        """Return a judged batch, and the state, which holds the next sampling weights if sampled ahead."""
         if not self._is_ahead:
-            return *draw(self._ctx, state.variables, iteration), state
+            return collect_batch(self._ctx, state.variables, iteration), state
         copied = state.rollout_weights
         assert copied is not None  # set by `Learner.start` and by checkpoints
         self._begin(iteration, rollout_variables(state, copied))  # only the first of this process; others have begun
         now = rollout_copy(state)
         if iteration + 1 < self._ctx.iterations:
             self._begin(iteration + 1, rollout_variables(state, now))
-        rollout, objectives, row = self._drawn[iteration].result()
-        del self._drawn[iteration]
-        row = {**row, "staleness": int(state.step) - int(copied.step)}
+        batch = self._futures[iteration].result()
+        del self._futures[iteration]
+        batch = batch._replace(metrics={**batch.metrics, "staleness": int(state.step) - int(copied.step)})
         free_buffers(copied)
-        return rollout, objectives, row, state._replace(rollout_weights=now)
+        return batch, state._replace(rollout_weights=now)
 
     def _begin(self, iteration: int, variables: Variables) -> None:
-        if iteration in self._drawn:
+        if iteration in self._futures:
             return
-        before = None if self._one_pass else self._drawn.get(iteration - 1)
-        drawn = self._drawn[iteration] = Future()
+        before = None if self._one_pass else self._futures.get(iteration - 1)
+        future = self._futures[iteration] = Future()
 
         def work() -> None:
             try:
                 if before is not None:
                     wait([before])
-                drawn.set_result(draw(self._ctx, variables, iteration, self._locks))
-            except BaseException as error:  # raised by `draw` of this batch
-                drawn.set_exception(error)
+                future.set_result(collect_batch(self._ctx, variables, iteration, self._locks))
+            except BaseException as error:  # raised by `collect` of this batch
+                future.set_exception(error)
 
         threading.Thread(target=work, name=_AHEAD, daemon=True).start()
 
     def wait(self) -> None:
-        """Wait for all batches in progress, so that sampler and judges are free. `draw` raises their failures."""
-        wait(self._drawn.values())
+        """Wait for all batches in progress, so that sampler and judges are free. `collect` raises their failures."""
+        wait(self._futures.values())
 
     def close(self) -> None:
         """Stop unfinished work. A call that does not return is abandoned."""
         self._closed.set()
-        wait(self._drawn.values(), _GRACE_SECONDS)
+        wait(self._futures.values(), _GRACE_SECONDS)
         for thread in threading.enumerate():
             if thread.name == _AHEAD:
                 thread.name = ABANDONED + thread.name
-        self._drawn.clear()
+        self._futures.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,8 +22,7 @@ from grpo_jax.models.broadcast import any_process, broadcast, from_main_process,
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.batches import Rollouts, batch_of
+from grpo_jax.runs.batches import CollectedBatch, Rollouts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import read_metrics, write_atomically
 from grpo_jax.runs.evaluation import configured_eval_rewards, eval_reward_values, evaluate, measure_all
@@ -51,6 +50,7 @@ from grpo_jax.runs.session import (
     with_total,
 )
 from grpo_jax.runs.sft import warm_up
+from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
 
@@ -147,6 +147,7 @@ class Trainer:
         self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **distribution)
         self.teacher = load_teacher(ctx.config, ctx.policy, **distribution)
         self.rollouts = Rollouts(ctx)
+        self.algorithm = ctx.config.resolved_algorithm
         self.has_state = False  # whether there are a state and a progress to save
 
     def begin(self) -> None:
@@ -239,23 +240,17 @@ class Trainer:
             if self.early_stop_reason() or any_process(self.stop.is_set()):
                 break
             started = time.monotonic()
-            rollout, objectives, metrics, self.state = self.rollouts.draw(self.state, i)
-            before_update = time.perf_counter()
-            batch = batch_of(self.ctx, rollout, objectives, self.teacher)
+            collected, self.state = self.rollouts.collect(self.state, i)  # samples and judges
+            judged = time.monotonic()
+            batch = self.make_batch(collected)
             if i == first:
                 self.output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
-            key = jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
-            self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
-            seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
-            self.state = self.learner.refresh(self.state, i)
-            self.record(rollout, metrics, {**report, "learning_rate": rate}, seconds, started)
-            self.log()
-            if failure := self._failure():
-                self.save(wait=True)
-                raise UserError(failure)
-            if self._save_is_due():
-                self._save_and_call_back()
+            self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, self.update_key(i)))
+            self.state, report["learning_rate"] = self.learner.refresh(self.state, i), rate
+            self.record(collected, report, started=started, judged=judged)
+            self.log()  # validates, and saves the best, where due
+            self.save_if_due()
             self.stop_after_max_hours()
         if first < self.progress.iteration and not self._save_is_due():
             self._save_and_call_back()
@@ -265,12 +260,24 @@ class Trainer:
         if not self.is_over():
             raise Stopped
 
-    def record(
-        self, rollout: Rollout, metrics: Record, report: Record, seconds: Mapping[str, float], started: float
-    ) -> None:
-        """Write an iteration's completions, warn of rewards that teach nothing, and keep its row for `log`."""
-        done = self.progress.iteration + 1
-        row = iteration_row(self.ctx, done, metrics, report, seconds, started)
+    def make_batch(self, collected: CollectedBatch) -> Batch:
+        """Return the update's batch on the policy's devices, with advantages and a teacher's log-probabilities."""
+        device, mesh = self.ctx.policy_device, self.ctx.policy.mesh
+        batch = make_batch(collected.rollout, collected.objectives, self.algorithm, device=device, mesh=mesh)
+        return batch if self.teacher is None else batch._replace(ref_logprobs=self.teacher(batch))
+
+    def update_key(self, i: int) -> jax.Array:
+        """Return the key of an iteration's update."""
+        return jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
+
+    def record(self, collected: CollectedBatch, report: Record, *, started: float, judged: float) -> None:
+        """Write an iteration's completions, warn of rewards that teach nothing, and keep its row for `log`.
+
+        `started` and `judged` are its begin and that of its update on time.monotonic().
+        """
+        done, rollout = self.progress.iteration + 1, collected.rollout
+        seconds = {**rollout.seconds, "update": time.monotonic() - judged}
+        row = iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
         streaks, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
         for line in warnings:
             self.output.warning(line)
@@ -428,6 +435,14 @@ class Trainer:
         skipped = 0 if last and int(self.state.step) else int(self.state.skipped)
         reason = updates_skipped_reason(skipped, updates, self.progress, self.config.run_dir)
         return reason or rewards_missing_reason(self.progress, self.config.run_dir)
+
+    def save_if_due(self) -> None:
+        """Save every training.save_every iterations; end a run that does not learn, saved."""
+        if failure := self._failure():
+            self.save(wait=True)
+            raise UserError(failure)
+        if self._save_is_due():
+            self._save_and_call_back()
 
     def _save_is_due(self) -> bool:
         every = self.config.training.save_every

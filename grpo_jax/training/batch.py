@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,20 @@ from grpo_jax.core.advantages import sum_rewards
 from grpo_jax.core.selection import without_truncated
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages, make_turn_objectives
 
 SMALLEST = 16
 """Lengths are rounded up to multiples of this at least."""
 
-_MOST_ROWS = 0.85  # pack if at most this share of the rows remains
+MAX_PACKED_SHARE = 0.85
+"""Pack completions if at most this share of the rows remains."""
 
+MIN_TRIM_SAVING = 1 / 16
+"""Trim prompts if that saves at least this share of a group's tokens."""
 
+T = TypeVar("T")
 Array = jax.Array | np.ndarray  # on the policy's devices, or still on the host
 
 
@@ -66,7 +71,7 @@ def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
     lengths = mask.sum(-1)
     places = [_places(row, width) for row in lengths]
     rows = _rounded(max(1, *(used for _, used in places)), group)
-    if rows > _MOST_ROWS * group:
+    if rows > MAX_PACKED_SHARE * group:
         return None
     start = np.stack([place for place, _ in places]).astype(np.int32)
     source = np.full((prompts, rows * width), -1, np.int32)
@@ -103,9 +108,6 @@ def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
     place = jnp.where(mask, packing.start[..., None] + steps, 0).reshape(mask.shape[0], -1)
     gathered = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)
     return jnp.where(mask, gathered.reshape(mask.shape), 0)
-
-
-_WORTH = 1 / 16
 
 
 class Batch(NamedTuple):
@@ -164,89 +166,82 @@ class Batch(NamedTuple):
         return Batch(**{name: getattr(self, name) for name in read})
 
 
-def required(name: str, array: jax.Array | None) -> jax.Array:
-    """Return the array; it must not be None."""
-    if array is None:
+def required(name: str, value: T | None) -> T:
+    """Return a value of a batch; ValueError if it is None."""
+    if value is None:
         raise ValueError(f"batch.{name}: expected an array, got None")
-    return array
+    return value
 
 
 def make_batch(
-    prompts: tuple[np.ndarray, np.ndarray],
-    samples: Samples,
+    rollout: Rollout,
     objectives: Objectives,
-    informative: np.ndarray,
     algorithm: AlgorithmSection,
     *,
-    pictures: Mapping[str, Pictures | PictureStates] | None = None,
+    device: jax.Device | None = None,
     mesh: jax.sharding.Mesh | None = None,
     full: bool = False,
 ) -> Batch:
-    """Make the batch of an update, on the policy's devices, from arrays on the host.
+    """Make the batch of an update, on the policy's devices, from a sampled rollout.
 
     Prompts and completions are trimmed to the longest of the batch. Prompts stay untrimmed if that would save less
     than 1/16 of the group's tokens: each new length recompiles the update, and a group reads its prompt only once.
     With zero_variance_groups "drop" or "resample", groups of zero variance are masked and enter no statistic.
 
     Args:
-        prompts: i32 [P, L] and bool [P, L], left-padded.
-        informative: bool [P], the groups whose variance is not zero.
+        device: The policy's first device; None for JAX's default.
         mesh: The policy's devices, if there are several.
         full: Neither trim nor pack: use the shapes of `full_batch`.
     """
-    device = next(iter(objectives.rewards.devices()))
-    written = samples.mask
-    read = written if samples.present is None else samples.present
-    read = np.ones_like(read) if full else read
-    tokens, mask, logprobs, sampler_logprobs = (
-        trimmed(array, read) for array in (samples.tokens, written, samples.logprobs, samples.sampler_logprobs)
-    )
-    tokens, mask, logprobs, truncated = jax.device_put((tokens, mask, logprobs, samples.truncated), device)
+    samples = required("samples", rollout.samples)
+    prompts: Any = required("prompt_tokens", rollout.prompt_tokens), required("prompt_mask", rollout.prompt_mask)
+    in_context = samples.mask if samples.present is None else samples.present
+    in_context = np.ones_like(in_context) if full else in_context
+
+    def put(array: Array) -> jax.Array:
+        return jax.device_put(trimmed(array, in_context), device)
+
+    mask = put(samples.mask)
     if algorithm.mask_truncated:
-        mask = without_truncated(mask, truncated)
-    rewards = objectives.rewards
-    if algorithm.zero_variance_groups != "keep":
-        varies = jnp.asarray(informative)[:, None, None]
-        mask &= varies
-        rewards = jnp.where(varies, rewards, jnp.nan)
-    shown = dict(pictures or {})
-    if mesh is None:
-        shown = jax.device_put(shown, device)
-    uncut: tuple[jax.Array, jax.Array] = prompts  # pyright: ignore[reportAssignmentType] until the rest is known
-    batch = Batch(uncut[0], uncut[1], tokens, mask, rollout_logprobs=logprobs, pictures=shown)
+        mask = without_truncated(mask, jax.device_put(samples.truncated, device))
+    mask &= jnp.asarray(objectives.informative)[:, None, None]
+    shown = dict(rollout.pictures) if mesh is not None else jax.device_put(dict(rollout.pictures), device)
+    tokens, logprobs = put(samples.tokens), put(samples.logprobs)
+    batch = Batch(prompts[0], prompts[1], tokens, mask, rollout_logprobs=logprobs, pictures=shown)
     if samples.turn is not None:
-        present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
-        batch = batch._replace(present=present, turn=turn)
+        batch = batch._replace(present=put(in_context), turn=put(samples.turn))
     if samples.kept is not None:  # train the sampling distribution itself
-        kept = np.moveaxis(np.asarray(trimmed(np.moveaxis(np.asarray(samples.kept), -1, 0), read)), 0, -1)
-        kept, drawn = jax.device_put((kept, sampler_logprobs), device)
-        batch = batch._replace(kept=kept, rollout_logprobs=drawn)
+        kept = jax.device_put(np.asarray(samples.kept)[:, :, : mask.shape[-1]], device)
+        batch = batch._replace(kept=kept, rollout_logprobs=put(samples.sampler_logprobs))
     if algorithm.importance_cap:
-        batch = batch._replace(sampler_logprobs=jax.device_put(sampler_logprobs, device))
-    if algorithm.learns_values:
-        # A completion without a reward has no training signal: mask it.
-        scores = sum_rewards(rewards, weights=objectives.weights)
-        batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
-    elif algorithm.advantage == "opd":
-        pass  # they come with the teacher's log-probabilities
-    elif objectives.returns is not None and batch.turn is not None:
-        returns = objectives.returns
-        if algorithm.zero_variance_groups != "keep":
-            returns = jnp.where(jnp.asarray(informative)[:, None, None, None], returns, jnp.nan)
-        advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
-        batch = batch._replace(advantages=advantages)
-    else:
-        batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
+        batch = batch._replace(sampler_logprobs=put(samples.sampler_logprobs))
+    batch = _with_advantages(batch, objectives, algorithm)
     if batch.present is not None:  # do not read completions without training signal
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
     # Completions with pictures or kept tokens are not packed: both are indexed by the completion's own positions.
     if "observations" not in shown and batch.kept is None and not full:
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
-    read = math.prod((batch.tokens if batch.packing is None else batch.packing.source).shape[1:])
-    worth = np.inf if full else read * _WORTH
+    size = math.prod((batch.tokens if batch.packing is None else batch.packing.source).shape[1:])
+    worth = np.inf if full else size * MIN_TRIM_SAVING
     cut = (trimmed(array, prompts[1], left=True, worth=worth) for array in prompts)
     prompt_tokens, prompt_mask = jax.device_put(tuple(cut), device)
     return shard_batch(batch._replace(prompt_tokens=prompt_tokens, prompt_mask=prompt_mask), mesh)
+
+
+def _with_advantages(batch: Batch, objectives: Objectives, algorithm: AlgorithmSection) -> Batch:
+    """Add the advantages, or PPO's scores; a teacher's advantages come with its log-probabilities."""
+    rewards, returns = objectives.of_informative_groups()
+    if algorithm.learns_values:
+        # A completion without a reward has no training signal: mask it.
+        scores = sum_rewards(rewards, weights=objectives.weights)
+        return batch._replace(scores=scores, mask=batch.mask & ~jnp.isnan(scores)[..., None])
+    if algorithm.advantage == "opd":
+        return batch
+    if returns is not None and batch.turn is not None:
+        advantages = estimate_turn_advantages(returns, batch.turn, batch.mask, algorithm, objectives.weights)
+    else:
+        advantages = estimate_advantages(rewards, batch.mask, algorithm, objectives.weights)
+    return batch._replace(advantages=advantages)
 
 
 def full_batch(config: Config, prompts: tuple[int, int]) -> Batch:
@@ -263,7 +258,9 @@ def full_batch(config: Config, prompts: tuple[int, int]) -> Batch:
     judged, lengths = jnp.zeros((*turns, 1), jnp.float32), jnp.ones(turns, jnp.int32)
     options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
     objectives, present = make_turn_objectives(judged, lengths, algorithm, **options), np.ones(prompts, bool)
-    batch = make_batch((present.astype(np.int32), present), samples, objectives, present[:, 0], algorithm, full=True)
+    objectives, rewards = objectives._replace(informative=present[:, 0]), np.asarray(judged)
+    rollout = Rollout([], [], rewards, rewards, samples, present.astype(np.int32), present)
+    batch = make_batch(rollout, objectives, algorithm, full=True)
     return batch._replace(ref_logprobs=jnp.asarray(zeros)) if algorithm.teacher else batch
 
 

@@ -38,13 +38,23 @@ class Objectives(NamedTuple):
     """Objectives to maximise, with names [N] and weights [N]; NaN is missing.
 
     `rewards` is f32 [P, G, N]: a completion's reward, the reward of an episode's last turn, or an episode's return.
-    `returns` is f32 [P, G, U, N] from each turn on if each turn has its own advantage, else None.
+    `informative` is bool [P]: the groups to learn from, those of `informative_groups` unless all are kept. `returns` is
+    f32 [P, G, U, N] from each turn on if each turn has its own advantage, else None.
     """
 
     rewards: jax.Array
     names: tuple[str, ...]
     weights: tuple[float, ...]
+    informative: np.ndarray
     returns: jax.Array | None = None
+
+    def of_informative_groups(self) -> tuple[jax.Array, jax.Array | None]:
+        """Return rewards and returns, NaN in groups that are dropped."""
+        if self.informative.all():
+            return self.rewards, self.returns
+        varies = jnp.asarray(self.informative)[:, None, None]
+        returns = None if self.returns is None else jnp.where(varies[..., None], self.returns, jnp.nan)
+        return jnp.where(varies, self.rewards, jnp.nan), returns
 
 
 def make_objectives(
@@ -66,18 +76,18 @@ def make_objectives(
     completion's rewards follow `without_invalid`.
     """
     rewards = condition_rewards(judged, conditions)
-    names, factors = tuple(weights), tuple(weights.values())
+    names, factors, every = tuple(weights), tuple(weights.values()), np.ones(len(judged), bool)
     if valid is not None:
         rewards = without_invalid(rewards, jnp.asarray(valid), fill=fill)
     if section.overlong_buffer == 0:
-        return Objectives(rewards, names, factors)
+        return Objectives(rewards, names, factors, every)
     counted = np.array(factors) != 0
     missing = jnp.isnan(judged).all(axis=-1, where=counted)
     if valid is not None:
         missing = jnp.where(valid, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=section.overlong_buffer)
     rewards = jnp.concatenate([rewards, jnp.where(missing, jnp.nan, penalty)[..., None]], -1)
-    return Objectives(rewards, (*names, OVERLONG), (*factors, section.overlong_weight))
+    return Objectives(rewards, (*names, OVERLONG), (*factors, section.overlong_weight), every)
 
 
 def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.Array:
@@ -110,15 +120,17 @@ def make_turn_objectives(
         return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
 
     readable = None if valid is None else by_turn(valid)
-    flat = make_objectives(by_turn(judged), by_turn(lengths), section, valid=readable, **options)
-    if turns == 1:
-        return flat
-    rewards = jnp.moveaxis(flat.rewards.reshape(prompts, turns, group, -1), 1, 2)
-    exists = jnp.asarray(lengths) > 0
-    if section.turn_advantage == "last":
-        return flat._replace(rewards=last_turn(rewards, exists))
-    returns = turn_returns(rewards, exists, gamma=section.turn_gamma)
-    return flat._replace(rewards=returns[:, :, 0], returns=returns)
+    objectives = make_objectives(by_turn(judged), by_turn(lengths), section, valid=readable, **options)
+    if turns > 1:
+        rewards = jnp.moveaxis(objectives.rewards.reshape(prompts, turns, group, -1), 1, 2)
+        exists = jnp.asarray(lengths) > 0
+        if section.turn_advantage == "last":
+            objectives = objectives._replace(rewards=last_turn(rewards, exists))
+        else:
+            returns = turn_returns(rewards, exists, gamma=section.turn_gamma)
+            objectives = objectives._replace(rewards=returns[:, :, 0], returns=returns)
+    keep = section.zero_variance_groups == "keep"
+    return objectives._replace(informative=np.ones(prompts, bool) if keep else informative_groups(objectives, section))
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:

@@ -10,6 +10,7 @@ from grpo_jax import load_policy
 from grpo_jax.config.named import load_module
 from grpo_jax.config.sections import AlgorithmSection, NewPolicySection, TrainingSection
 from grpo_jax.models.random_init import write_policy
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
 from grpo_jax.training.state import init_state
@@ -43,7 +44,8 @@ def test_its_step_is_the_trainers(folder, monkeypatch):
     algorithm, training = AlgorithmSection(advantage="grpo"), TrainingSection(prompts_per_batch=4)
     judged, options = jax.numpy.asarray(rewards)[..., None], {"weights": {"short": 1.0}, "max_new_tokens": 24}
     objectives = make_objectives(judged, samples.mask.sum(-1), algorithm, **options)
-    batch = make_batch(policy.encode(loop.PROMPTS), samples, objectives, np.ones(4, bool), algorithm)
+    rollout = Rollout([], [], rewards, rewards, samples, *policy.encode(loop.PROMPTS))
+    batch = make_batch(rollout, objectives, algorithm)
     update = make_update(policy, optax.sgd(1.0), algorithm, training, temperature=1.0, max_new_tokens=24)
     start = init_state({"params": policy.params}, optax.sgd(1.0), keep_reference=False)
     state, report = update(start, batch, jax.random.key(0))

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from support.rollouts import batch_of
 
 from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Encoded, Row, batch_at, draw_at
 from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rollout import RolloutFns
-from grpo_jax.runs.batches import batch_of, draw, weigh
+from grpo_jax.runs.batches import collect_batch, weigh
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.estimators import informative_groups
 
@@ -77,7 +78,7 @@ def make_ctx(teaches, **algorithm):
 
 def drawn_of(ctx, iteration=0):
     """What an iteration draws: its rollout, its objectives, which groups are informative, and its row."""
-    rollout, objectives, row = draw(ctx, None, iteration)
+    rollout, objectives, row = collect_batch(ctx, None, iteration)
     informative = informative_groups(objectives, ctx.config.algorithm)
     return SimpleNamespace(rollout=rollout, objectives=objectives, informative=informative, row=row)
 

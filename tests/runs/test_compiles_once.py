@@ -5,11 +5,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from support.rollouts import batch_of
 
 import grpo_jax
 from grpo_jax.config.command_line import parse
 from grpo_jax.core import losses
-from grpo_jax.runs.batches import Rollouts, batch_of, draw
+from grpo_jax.runs.batches import Rollouts, collect_batch
 from grpo_jax.runs.loading import load
 from grpo_jax.train import main
 from grpo_jax.training.update import make_learner
@@ -47,9 +48,9 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
 
     def iterate(state, iteration):
         if updates == "one":
-            rollout, objectives, _ = draw(ctx, state.variables, iteration)
+            rollout, objectives, _ = collect_batch(ctx, state.variables, iteration)
         else:
-            rollout, objectives, _, state = ahead.draw(state, iteration)
+            (rollout, objectives, _), state = ahead.collect(state, iteration)
         state, _ = learner.update(state, batch_of(ctx, rollout, objectives), jax.random.key(iteration))
         return learner.refresh(state, iteration)
 

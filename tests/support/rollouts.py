@@ -7,7 +7,8 @@ import numpy as np
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.batches import batch_of, draw
+from grpo_jax.runs.batches import collect_batch
+from grpo_jax.training.batch import make_batch
 
 
 def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
@@ -24,7 +25,13 @@ def single_turns(texts):
     return [[Episode((Turn(text),), final=True) for text in group] for group in texts]
 
 
+def batch_of(ctx, rollout, objectives):
+    """The update's batch, as the trainer makes it."""
+    algorithm = ctx.config.resolved_algorithm
+    return make_batch(rollout, objectives, algorithm, device=ctx.policy_device, mesh=ctx.policy.mesh)
+
+
 def drawn(ctx, variables, iteration=0):
     """The rollout of an iteration and the update's batch, as the trainer makes them."""
-    rollout, objectives, _ = draw(ctx, variables, iteration)
+    rollout, objectives, _ = collect_batch(ctx, variables, iteration)
     return rollout, batch_of(ctx, rollout, objectives)

@@ -1,7 +1,6 @@
 """The layout of a batch has no effect: trimmed, packed, split or padded, each preset makes the same update."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives
@@ -48,14 +48,6 @@ def updated(batch, section, reference=None, **training):
     return update(state, batch, jax.random.key(2))
 
 
-class Rollout(NamedTuple):
-    """The parts of a batch."""
-
-    prompts: tuple[np.ndarray, np.ndarray]
-    samples: Samples
-    rewards: np.ndarray
-
-
 @pytest.fixture(scope="module")
 def rollout():
     """Completions far shorter than their budget, as a sampler a little off the policy writes them down."""
@@ -70,14 +62,14 @@ def rollout():
     logprobs = np.where(mask, logprobs + 0.2 * random.normal(size=shape), 0).astype(np.float32)
     rewards = random.normal(size=(PROMPTS, GROUP, 1)).astype(np.float32)
     samples = Samples(tokens, mask, logprobs, 2 * logprobs, np.zeros(shape[:2], bool))
-    return Rollout((prompts, prompt_mask), samples, rewards)
+    return Rollout([], [], rewards[:, :, None], rewards[:, :, None], samples, prompts, prompt_mask)
 
 
 def made(rollout, section):
     """The batch that the loop makes of it."""
-    judged, lengths = jnp.asarray(rollout.rewards), rollout.samples.mask.sum(-1)
+    judged, lengths = jnp.asarray(rollout.rewards[:, :, 0]), rollout.samples.mask.sum(-1)
     objectives = make_objectives(judged, lengths, section, weights={"a": 1.0}, max_new_tokens=BUDGET)
-    return make_batch(rollout.prompts, rollout.samples, objectives, np.ones(PROMPTS, bool), section)
+    return make_batch(rollout, objectives, section)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo"])  # aggregations and ratios
@@ -88,7 +80,7 @@ def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget
     np.testing.assert_array_equal(batch.rollout_logprobs, rollout.samples.logprobs[..., :32])
     # ratios away from 1, so that surrogates and clips say what they have to say
     batch, samples = batch._replace(old_logprobs=batch.rollout_logprobs), rollout.samples
-    wide = Batch(*rollout.prompts, samples.tokens, samples.mask, batch.advantages)
+    wide = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask, batch.advantages)
     expected, report = updated(jax.device_put(wide._replace(old_logprobs=samples.logprobs)), section)
     came, other = updated(batch, section, grad_accumulation_steps=2)
     assert other["loss"] == pytest.approx(report["loss"], rel=1e-4, abs=1e-7)
@@ -119,7 +111,7 @@ def test_a_prompt_is_cut_where_that_saves_a_share_of_what_its_group_reads(rollou
     prompt_mask = np.tile(np.arange(80) >= 80 - longest, (PROMPTS, 1))
     prompts = np.where(prompt_mask, np.arange(80), 0).astype(np.int32), prompt_mask
     rewards = np.concatenate([rollout.rewards] * 2, axis=1)
-    batch = made(Rollout(prompts, samples, rewards), AlgorithmSection(advantage="grpo"))
+    batch = made(Rollout([], [], rewards, rewards, samples, *prompts), AlgorithmSection(advantage="grpo"))
     assert batch.prompt_tokens.shape == batch.prompt_mask.shape == (PROMPTS, width)
     np.testing.assert_array_equal(batch.prompt_tokens, prompts[0][:, 80 - width :])
     assert (np.asarray(batch.prompt_mask).sum(-1) == longest).all()

@@ -73,10 +73,10 @@ def opposed():
 
 
 def test_groups_without_signal_are_counted(opposed):
-    row = signal_metrics(Objectives(opposed, ("a", "b"), (1.0, 1.0)))
+    row = signal_metrics(Objectives(opposed, ("a", "b"), (1.0, 1.0), np.ones(len(opposed), bool)))
     assert row["zero_variance_groups/a"] == row["zero_variance_groups/b"] == pytest.approx(1 / 3)
     assert row["zero_variance_groups/total"] == pytest.approx(2 / 3)
-    alone = signal_metrics(Objectives(opposed[:, :1], ("a", "b"), (1.0, 1.0)))
+    alone = signal_metrics(Objectives(opposed[:, :1], ("a", "b"), (1.0, 1.0), np.ones(len(opposed), bool)))
     assert alone["zero_variance_groups/total"] == 1
 
 

@@ -114,9 +114,7 @@ def batch_of(rollout, section):
         weights={"length": 1.0, "high": 0.5},
         max_new_tokens=STEPS,
     )
-    prompts = rollout.prompt_tokens, rollout.prompt_mask
-    informative = informative_groups(objectives, section)
-    return make_batch(prompts, rollout.samples, objectives, informative, section), objectives
+    return make_batch(rollout, objectives, section), objectives
 
 
 def turns_apart(rollout):

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from support.rollouts import batch_of
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
-from grpo_jax.runs.batches import Rollouts, batch_of, draw
+from grpo_jax.runs.batches import Rollouts, collect_batch
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
 from grpo_jax.train import main
@@ -107,19 +108,19 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     """The importance weight is a NumPy loop's over what was sampled before the update and what the update is given."""
     choices = ["--algorithm.importance_cap=1.02", "--optimizer.warmup_steps=0"]
     ctx, learner = loaded(config, "--training.async_level=0", *choices)
-    expected, _, row = draw(ctx, ctx.policy.variables, 0)
+    expected, _, row = collect_batch(ctx, ctx.policy.variables, 0)
 
     ctx, learner = loaded(config, *choices)
     ahead, state = Rollouts(ctx), learner.start(ctx.policy.variables)
     # What is left behind is a copy, not what an update frees.
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(rollout_copy(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(rollout_weights=None))}
-    first, objectives, told, state = ahead.draw(state, 0)
-    assert told == {**row, "staleness": 0}
+    (first, objectives, metrics), state = ahead.collect(state, 0)
+    assert metrics == {**row, "staleness": 0}
     jax.tree.map(np.testing.assert_array_equal, first.samples, expected.samples)
 
     state, _ = learner.update(state, batch_of(ctx, first, objectives), jax.random.key(0))
-    rollout, *_ = draw(ctx, rollout_variables(state, state.rollout_weights), 1)
+    rollout, *_ = collect_batch(ctx, rollout_variables(state, state.rollout_weights), 1)
     samples = rollout.samples
     batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(ctx.policy, temperature=ctx.config.sampling.temperature))
@@ -127,7 +128,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     ratios = [
         np.exp(float(new) - float(old)) for new, old in zip(logprobs[mask], samples.sampler_logprobs[mask], strict=True)
     ]
-    second, objectives, _, state = ahead.draw(state, 1)
+    (second, objectives, _), state = ahead.collect(state, 1)
     np.testing.assert_array_equal(second.rewards, rollout.rewards)
     _, report = learner.update(state, batch_of(ctx, second, objectives), jax.random.key(1))
     ahead.close()

@@ -4,9 +4,8 @@
 
 Environment steps exclude padding and evaluation. Seconds include rollouts, updates and evaluations on both
 sides; compilation is timed separately. Parallel seeds share all cores, as in the command; a single seed has one core.
-First PyTorch tries every way to step, with one and two threads, and the fastest is the peer. Then both sides alternate,
-seed by seed, with runs of all vmapped seeds between them. Two PyTorch processes on two cores could reach at most twice
-the figure of one core. Writes JSON and prints a table; about five minutes on two idle cores.
+Both sides alternate, seed by seed, with runs of all vmapped seeds between them. Two PyTorch processes on two cores
+could reach at most twice the figure of one core. Writes JSON and prints a table; about five minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -85,47 +84,32 @@ class Jax:
         ]
 
 
-def torch_run(settings: Settings, seed: int, stepping: str, threads: int) -> dict:
+def torch_run(settings: Settings, seed: int) -> dict:
     """One PyTorch run."""
-    torch.set_num_threads(threads)
-    return outcome(cartpole_torch.train(settings, seed, stepping)) | {"threads": threads}
-
-
-def ways_to_step(settings: Settings) -> list[dict]:
-    """Each way to step and number of threads, the better of two runs, and the fastest first."""
-    ways = [("vector", 1), ("several", 1), ("vector", 2)] * 2
-    ways += [("single", 1)] if settings.algorithm != "ppo" else []
-    best: dict[tuple, dict] = {}
-    for way in ways:
-        run = torch_run(settings, 0, *way)
-        if way not in best or run["steps_per_second"] > best[way]["steps_per_second"]:
-            best[way] = run
-    return sorted(best.values(), key=lambda run: -run["steps_per_second"])
+    return outcome(cartpole_torch.train(settings, seed))
 
 
 def measure(settings: Settings, seeds: int) -> dict:
     """Measure one algorithm."""
-    tried = ways_to_step(settings)
-    stepping, threads = tried[0]["stepping"], tried[0]["threads"]
+    torch.set_num_threads(1)
     one, many = Jax(settings, 1), Jax(settings, seeds)
     singles, peers, together = [], [], []
     for seed in range(seeds):
-        peers.append(torch_run(settings, seed, stepping, threads))
+        peers.append(torch_run(settings, seed))
         singles.append(outcome(one.run(seed)[0]))
         if seed % 4 == 0:
             together.append([outcome(run) for run in many.run(0)])
     rates = [sum(run["steps"] for run in runs) / runs[0]["seconds"] for runs in together]
     middle = together[int(np.argsort(rates)[len(rates) // 2])]
     return {
-        "torch_ways": [{k: run[k] for k in ("stepping", "threads", "steps_per_second")} for run in tried],
-        "torch": {"stepping": stepping, "threads": threads, "runs": peers},
+        "torch": {"runs": peers},
         "jax_one": {"compile_seconds": one.compile_seconds, "runs": singles},
         "jax_together": {"compile_seconds": many.compile_seconds, "rates": rates, "runs": middle},
-        "summary": summary(tried, peers, singles, middle, statistics.median(rates)),
+        "summary": summary(peers, singles, middle, statistics.median(rates)),
     }
 
 
-def summary(tried, peers, singles, together, rate: float) -> dict:
+def summary(peers, singles, together, rate: float) -> dict:
     """Medians over seeds, and ratios."""
 
     def middle(runs, name):
@@ -144,18 +128,13 @@ def summary(tried, peers, singles, together, rate: float) -> dict:
         }
 
     peer, one, all_seeds = line(peers), line(singles), line(together) | {"steps_per_second": rate}
-    one_core = max(run["steps_per_second"] for run in tried if run["threads"] == 1)
-    if tried[0]["threads"] == 1:
-        one_core = peer["steps_per_second"]
-    plain = next((run["steps_per_second"] for run in tried if run["stepping"] == "single"), None)
     return {
         "torch": peer,
         "jax_one": one,
         "jax_together": all_seeds,
         "one_against_one": one["steps_per_second"] / peer["steps_per_second"],
         "together_against_one": rate / peer["steps_per_second"],
-        "together_against_two_processes_at_best": rate / (2 * one_core),
-        "together_against_single_environment": plain and rate / plain,
+        "together_against_two_processes_at_best": rate / (2 * peer["steps_per_second"]),
     }
 
 
@@ -167,9 +146,12 @@ def table(results: dict[str, dict]) -> str:
     ]
     for name, result in results.items():
         figures, peer = result["summary"], result["summary"]["torch"]["steps_per_second"]
-        way = f"PyTorch, {result['torch']['stepping']}, {result['torch']['threads']} thread(s)"
         seeds = figures["jax_together"]["seeds"]
-        titles = {"torch": way, "jax_one": "grpo_jax, one seed", "jax_together": f"grpo_jax, {seeds} seeds vmapped"}
+        titles = {
+            "torch": "PyTorch, one seed",
+            "jax_one": "grpo_jax, one seed",
+            "jax_together": f"grpo_jax, {seeds} seeds vmapped",
+        }
         for key, title in titles.items():
             row = figures[key]
             until = "–" if row["steps_until_solved"] is None else f"{row['steps_until_solved']:,.0f}"
@@ -178,10 +160,6 @@ def table(results: dict[str, dict]) -> str:
                 f"| {name} | {title} | {row['steps_per_second']:,.0f} | {row['steps_per_second'] / peer:.1f} "
                 f"| {row['seconds']:.2f} | {row['solved']}/{row['seeds']} | {until} | {after} |"
             )
-        for way in result["torch_ways"]:
-            title = f"PyTorch tried: {way['stepping']}, {way['threads']} thread(s), seed 0"
-            rate = way["steps_per_second"]
-            lines.append(f"| {name} | {title} | {rate:,.0f} | {rate / peer:.2f} | | | | |")
     return "\n".join(lines)
 
 

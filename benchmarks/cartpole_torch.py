@@ -1,30 +1,24 @@
 """CartPole's peer: the same GRPO and PPO as a plain PyTorch loop over gymnasium.
 
-    python benchmarks/cartpole_torch.py --algorithm grpo [--seed 0] [--stepping vector] [--threads 1]
-
-Network, batch, losses and settings are those of grpo_jax.cartpole. Carts of an iteration are stepped together, forward
-passes are batched and in inference mode, the update sees the steps that happened and no padding. Three ways to step:
-"vector" (gymnasium's CartPole written in NumPy for many carts), "several" (one gymnasium environment per cart, those
-that are over left out) and "single" (one environment, one episode after the other; GRPO alone). Prints JSON.
+Network, batch, losses and settings are those of grpo_jax.cartpole. Carts of an iteration are stepped together by
+gymnasium's CartPole written in NumPy, forward passes are batched and in inference mode, the update sees the steps that
+happened and no padding. `benchmarks/cartpole.py` runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import Tensor, nn
 
 from grpo_jax.cartpole.program import EVERY
-from grpo_jax.cartpole.settings import SETTINGS, Settings
+from grpo_jax.cartpole.settings import Settings
 from grpo_jax.cartpole.training import (
     CLIP,
     ENTROPY_COEF,
@@ -39,7 +33,6 @@ from grpo_jax.cartpole.training import (
     VALUE_COEF,
 )
 
-LIMIT = 500  # steps of CartPole-v1
 START = 0.05  # each number of a start is uniform in ±0.05
 
 
@@ -82,29 +75,6 @@ class Carts:
         return observations, terminated & alive, truncated & ~terminated & alive
 
 
-class SeparateCarts:
-    """R gymnasium environments; those that are over are not stepped."""
-
-    def __init__(self, count: int, rng: np.random.Generator):
-        self.rng = rng
-        self.envs = [gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in range(count)]
-
-    def place(self, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Begins new episodes."""
-        for row, start in zip(rows, starts, strict=True):
-            self.envs[row].reset()
-            self.envs[row].unwrapped.state = start
-
-    def step(self, actions: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The carts that are on their way."""
-        observations = np.zeros((len(alive), 4), np.float32)
-        terminated, truncated = np.zeros(len(alive), bool), np.zeros(len(alive), bool)
-        for row in np.flatnonzero(alive):
-            observations[row], _, terminated[row], limit, _ = self.envs[row].step(int(actions[row]))
-            truncated[row] = limit and not terminated[row]
-        return observations, terminated, truncated
-
-
 def starts(rng: np.random.Generator, count: int) -> np.ndarray:
     """Fresh states `[count, 4]`."""
     return rng.uniform(-START, START, (count, 4))
@@ -121,7 +91,7 @@ def likelier(policy: nn.Module, observations: np.ndarray) -> np.ndarray:
 
 
 @torch.inference_mode()
-def play_episodes(carts: Carts | SeparateCarts, policy: nn.Module, states: np.ndarray, act=draw) -> Steps:
+def play_episodes(carts: Carts, policy: nn.Module, states: np.ndarray, act=draw) -> Steps:
     """One episode from each state."""
     count = len(states)
     carts.place(np.arange(count), states)
@@ -134,19 +104,8 @@ def play_episodes(carts: Carts | SeparateCarts, policy: nn.Module, states: np.nd
     return Steps(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 
-def play_episodes_singly(carts: SeparateCarts, policy: nn.Module, states: np.ndarray) -> Steps:
-    """The same, one episode after the other."""
-    parts = [play_episodes(carts, policy, state[None]) for state in states]
-    longest = max(len(part.mask) for part in parts)
-
-    def joined(arrays):
-        return np.concatenate([np.pad(a, [(0, longest - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in arrays], axis=1)
-
-    return Steps(*(joined(arrays) for arrays in zip(*parts, strict=True)))
-
-
 @torch.inference_mode()
-def play_steps(carts: Carts | SeparateCarts, policy: nn.Module, observations: np.ndarray, count: int):
+def play_steps(carts: Carts, policy: nn.Module, observations: np.ndarray, count: int):
     """A number of steps of every cart, starting anew where an episode ends; and where the carts are then."""
     rows, alive = [], np.ones(len(observations), bool)
     for _ in range(count):
@@ -246,17 +205,16 @@ def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: Set
 class Learner:
     """Networks, optimizer and carts of one run."""
 
-    def __init__(self, settings: Settings, seed: int, stepping: str):
+    def __init__(self, settings: Settings, seed: int):
         torch.manual_seed(seed)
-        self.settings, self.rng, self.stepping, self.updates = settings, np.random.default_rng(seed), stepping, 0
+        self.settings, self.rng, self.updates = settings, np.random.default_rng(seed), 0
         self.policy = make_network(HIDDEN, 0.01)
         self.value = make_network(HIDDEN, 1.0) if settings.algorithm == "ppo" else None
         networks = [self.policy] + ([self.value] if self.value else [])
         self.parameters = [weight for network in networks for weight in network.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, settings.learning_rate, eps=1e-5, fused=True)
         self.count = ENVIRONMENTS if self.value else settings.group_size
-        kind = Carts if stepping == "vector" else SeparateCarts
-        self.carts = kind(1 if stepping == "single" else self.count, self.rng)
+        self.carts = Carts(self.count, self.rng)
         self.judged = Carts(EPISODES, self.rng)
         if self.value:
             first = starts(self.rng, self.count)
@@ -269,8 +227,7 @@ class Learner:
             steps, self.observations = play_steps(self.carts, self.policy, self.observations, STEPS)
             return value_batch(steps, self.policy, self.value, self.settings), steps.mask.size
         states = np.repeat(starts(self.rng, 1), self.count, axis=0)
-        play = play_episodes_singly if self.stepping == "single" else play_episodes
-        steps = play(self.carts, self.policy, states)
+        steps = play_episodes(self.carts, self.policy, states)
         return group_batch(steps, self.policy, self.settings), int(steps.mask.sum())
 
     def loss(self, batch: Batch) -> Tensor:
@@ -304,32 +261,15 @@ class Learner:
         return float(play_episodes(self.judged, self.policy, states, likelier).mask.sum(0).mean())
 
 
-def train(settings: Settings, seed: int, stepping: str = "vector", *, evaluate: bool = True) -> dict:
+def train(settings: Settings, seed: int) -> dict:
     """One run: steps, seconds, evaluations as (iteration, environment steps, seconds, mean return)."""
-    learner, total, evaluations = Learner(settings, seed, stepping), 0, []
+    learner, total, evaluations = Learner(settings, seed), 0, []
     began = time.perf_counter()
     for iteration in range(1, settings.iterations + 1):
         batch, steps = learner.collect()
         learner.update(batch)
         total += steps
-        if evaluate and iteration % EVERY == 0:
+        if iteration % EVERY == 0:
             evaluations.append((iteration, total, time.perf_counter() - began, learner.evaluate()))
     seconds = time.perf_counter() - began
-    return {"seed": seed, "stepping": stepping, "steps": total, "seconds": seconds, "evaluations": evaluations}
-
-
-def main() -> None:
-    """Trains once and prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--algorithm", choices=("grpo", "ppo"), required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stepping", choices=("vector", "several", "single"), default="vector")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    result = train(SETTINGS[options.algorithm], options.seed, options.stepping)
-    print(json.dumps({**result, "threads": options.threads, "steps_per_second": result["steps"] / result["seconds"]}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"seed": seed, "steps": total, "seconds": seconds, "evaluations": evaluations}

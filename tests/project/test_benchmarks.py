@@ -69,10 +69,10 @@ def step_down(before, after):
     return jax.tree.map(lambda a, b: np.asarray(a - b), before, after)
 
 
-def play(seed: int, policy, count: int, *, several: bool = False):
+def play(seed: int, policy, count: int):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    carts = (peer.SeparateCarts if several else peer.Carts)(count, rng)
+    carts = peer.Carts(count, rng)
     starts = np.repeat(peer.starts(rng, 2), count // 2, axis=0)
     return peer.play_episodes(carts, policy, starts)
 
@@ -116,7 +116,7 @@ def test_ppo_has_our_loss_and_gradient(monkeypatch):
     ours, params, policy = network(2, 1.0)
     critic, value_params, value = network(3, 1.0)
     _, moved, _ = network(4, 1.0)
-    learner = peer.Learner(settings, 0, "vector")
+    learner = peer.Learner(settings, 0)
     steps, _ = peer.play_steps(learner.carts, old, learner.observations, 60)
     assert steps.terminated.sum() > 3
     steps.truncated[20] = ~steps.terminated[20]  # time limits too

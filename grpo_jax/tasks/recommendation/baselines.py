@@ -18,16 +18,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import UserSequence
-
-if TYPE_CHECKING:
-    from grpo_jax.tasks.recommendation.task import PriorSection
+from grpo_jax.tasks.recommendation.sections import PriorSection
 
 Measure = Callable[[np.ndarray], np.ndarray]
 

@@ -20,6 +20,7 @@ from grpo_jax.errors import one_line, short_name, short_repr
 if TYPE_CHECKING:
     import pyarrow
     from PIL.Image import Image
+    from torch import Tensor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some of Pillow's others start programs."""
@@ -41,6 +42,17 @@ class File(NamedTuple):
 
 Source = Any
 """A picture of a row: a `File`, bytes of one, or in memory: Pillow's, a NumPy or a torch array."""
+
+
+class RenderedImages(NamedTuple):
+    """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
+
+    `images` is None if rendering failed and on_judge_error is "missing". `baseline_images` are those of the unchanged
+    prompts from the same noise, repeated for each completion; None if no reward needs them.
+    """
+
+    images: Tensor | None
+    baseline_images: Tensor | None
 
 
 def source_of(value: object, base: Path | None) -> Source:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, is_own_doing
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
 from grpo_jax.rollout.encoding import ParsedCompletion
+from grpo_jax.rollout.pictures import RenderedImages
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
@@ -260,17 +261,6 @@ def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyTyp
     make = makers[name] if name in makers else partial(own_package("bridges", "miniature.world").prompts, worlds[name])
     counts = (TRAINING_PROMPTS, config.evaluation.validation_prompts or 1, config.evaluation.prompts or TEST_PROMPTS)
     return make_prompt_set(*map(make, SPLITS, counts))
-
-
-class RenderedImages(NamedTuple):
-    """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
-
-    `images` is None if rendering failed and on_judge_error is "missing". `baseline_images` are those of the unchanged
-    prompts from the same noise, repeated for each completion; None if no reward needs them.
-    """
-
-    images: Tensor | None
-    baseline_images: Tensor | None
 
 
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import BeforeValidator
@@ -31,12 +31,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, completion_statistics
 from grpo_jax.rollout.env import Env, Observation, as_uint8
+from grpo_jax.rollout.pictures import RenderedImages
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.training.estimators import Invalid
-
-if TYPE_CHECKING:
-    from grpo_jax.tasks.pictures import RenderedImages
 
 Info = Callable[..., None]
 """info(name, detail) prints a line of a run's opening."""

@@ -25,7 +25,7 @@ from grpo_jax.models.vision.pictures import Pictures, place_pictures
 from grpo_jax.rollout.data import Encoded, Row, pad
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import at_work
-from grpo_jax.rollout.rewards import as_list, reason_of
+from grpo_jax.rollout.user_code import as_list, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

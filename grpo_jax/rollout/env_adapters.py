@@ -18,8 +18,9 @@ from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
 from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.rewards import BadReturn, Columns, all_finished, as_number, call_async
+from grpo_jax.rollout.rewards import Columns
 from grpo_jax.rollout.tools import Toolbox, ToolEpisode
+from grpo_jax.rollout.user_code import BadReturn, all_finished, as_number, call_async
 
 
 class Step(NamedTuple):

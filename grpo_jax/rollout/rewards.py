@@ -10,34 +10,26 @@ advantage 0 and counts in the loss's denominators; PPO masks it.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import itertools
 import math
-import os
-import sysconfig
-import threading
-import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, own_copy
+from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pictures import open_picture
 from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.user_code import as_list, as_number, begin, reason_of
 
-if TYPE_CHECKING:
-    from grpo_jax.rollout.env import Episode
-
-T = TypeVar("T")
 Reward = Callable[..., Any]
 Columns = Mapping[str, Any]
 """Arguments of rewards by name, P·G values each: lists, or pictures as one tensor."""
@@ -117,10 +109,6 @@ class RewardError(UserError):
         self.reward = reward
 
 
-class BadReturn(TypeError):
-    """A reward or an environment returned another form; the message states the expected one."""
-
-
 def collect_rewards(
     rewards: Mapping[str, Reward],
     prompts: Sequence[str],
@@ -156,7 +144,7 @@ def collect_rewards(
             with forgiven:
                 returned = _call(function, name, arguments)
                 if inspect.iscoroutine(returned):
-                    waiting[name] = _begin(returned)
+                    waiting[name] = begin(returned)
                 else:
                     values[name] = _read(returned, name, arguments["completions"], lenient=lenient)
         for name, future in waiting.items():
@@ -294,54 +282,6 @@ def _row_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, A
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
 
 
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all `async def` rewards in this process; they may keep connections open."""
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        while True:  # SystemExit ends the loop; pending tasks continue when it runs again
-            with suppress(BaseException):
-                loop.run_forever()
-
-    threading.Thread(target=run, name="async rewards", daemon=True).start()
-    return loop
-
-
-def _begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
-    return asyncio.run_coroutine_threadsafe(returned, event_loop())
-
-
-def all_finished(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of coroutines that run concurrently in `event_loop`."""
-    futures = [_begin(one) for one in coroutines]
-    return [future.result() for future in futures]
-
-
-async def call_async(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Return a function's result, awaited if it is a coroutine."""
-    returned = function(*arguments, **named)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
-_PACKAGE = Path(__file__).parents[1]
-_INSTALLED = tuple(
-    f"{folder}{os.sep}"
-    for folder in (_PACKAGE, _PACKAGE.parent / "bridges", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-)
-
-
-def reason_of(error: BaseException) -> str:
-    """Describe a reward's exception in one line, with the line of the user's code that raised it."""
-    if isinstance(error, BadReturn):
-        return str(error)
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    places = [(file, line) for file, line in frames if not file.startswith((*_INSTALLED, "<frozen"))]
-    here = f"{os.getcwd()}{os.sep}"
-    place = f" ({places[-1][0].removeprefix(here)}:{places[-1][1]})" if places else ""
-    return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}{place}"
-
-
 def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
     """Select the arguments a reward takes: all but `WHERE_NAMED` with ``**columns``, else only named arguments."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
@@ -389,40 +329,6 @@ def with_arguments(
 
     bound.reads_messages = messages  # type: ignore[attr-defined]
     return bound
-
-
-def as_list(returned: Any, count: int) -> list[object]:
-    """Return `count` values from a list or a one-dimensional NumPy, JAX or torch array; None if NumPy masks one.
-
-    Raises:
-        BadReturn: For any other value.
-    """
-    got = type(returned).__name__
-    if hasattr(returned, "shape"):
-        got = f"shape {tuple(returned.shape)}"
-        returned = returned.tolist() if len(returned.shape) == 1 else None
-    listed = isinstance(returned, Sequence) and not isinstance(returned, str | bytes | Mapping)
-    if not listed or len(returned) != count:
-        got = str(len(returned)) if listed else one_line(got, 60)
-        raise BadReturn(f"it must return a list or an array, one value for each of {count} completions, got {got}")
-    return [None if value is np.ma.masked else value for value in returned]
-
-
-_LARGEST = float(np.finfo(np.float32).max)
-"""Numbers are compared as stored: a number beyond float32 is not finite there."""
-_NO_NUMBERS = (str, bytes, bytearray, complex, np.complexfloating, np.datetime64, np.timedelta64)
-"""Types that `float` takes, or NumPy turns into a number with a warning."""
-
-
-def as_number(value: Any) -> float | None:
-    """Return a finite float, or None for anything else, even if the value's own methods raise."""
-    if isinstance(value, _NO_NUMBERS):
-        return None
-    try:
-        number = float(value)
-    except (Exception, SystemExit):
-        return None
-    return number if abs(number) <= _LARGEST else None
 
 
 def check_options(label: str, function: Reward, options: Mapping[str, object], other: Collection[str] = ()) -> None:

@@ -23,7 +23,8 @@ from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.prompts import read_content
-from grpo_jax.rollout.rewards import BadReturn, Columns, accepted_arguments, all_finished, call_async
+from grpo_jax.rollout.rewards import Columns, accepted_arguments
+from grpo_jax.rollout.user_code import BadReturn, all_finished, call_async
 
 _RESERVED = ("reset", "get_reward")  # methods that are not tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

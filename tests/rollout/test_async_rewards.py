@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.errors import StopRun
-from grpo_jax.rollout.rewards import RewardError, collect_rewards, event_loop
+from grpo_jax.rollout.rewards import RewardError, collect_rewards
+from grpo_jax.rollout.user_code import event_loop
 
 PATIENCE = 60  # seconds; only a mistake takes that long
 

@@ -8,7 +8,8 @@ import pytest
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
-from grpo_jax.rollout.rewards import RewardError, as_list, collect_rewards
+from grpo_jax.rollout.rewards import RewardError, collect_rewards
+from grpo_jax.rollout.user_code import as_list
 
 PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]
 

@@ -64,7 +64,8 @@ def one(options: list[str], change=None) -> None:
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
-    from grpo_jax.runs.session import Callbacks, stop_requests
+    from grpo_jax.runs.session import Callbacks
+    from grpo_jax.runs.stopping import stop_requests
     from grpo_jax.runs.trainer import Trainer
 
     config = parse(options)

@@ -69,9 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.evaluation import InferenceSession, checkpoint_names
     from grpo_jax.runs.policy import run_config
-    from grpo_jax.runs.processes import enable_compile_cache
 
     names = checkpoint_names(options.run, options.checkpoint)
     if options.beside not in (*names, _NONE):

@@ -30,11 +30,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config.sections import MeshSection
+    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import restore_variables, run_config
-    from grpo_jax.runs.processes import enable_compile_cache
     from grpo_jax.runs.results import find, samples_of, samples_tables, statistics_of
 
     enable_compile_cache()

@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.processes import enable_compile_cache
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _recommend(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.processes import enable_compile_cache
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
     enable_compile_cache()
     if options.k < 1:

@@ -45,7 +45,7 @@ def _cartpole(options: argparse.Namespace) -> None:
         chosen["objectives"] = tuple(chosen["objectives"].split(","))
     settings = dataclasses.replace(SETTINGS[chosen.pop("algorithm", "grpo")], **chosen)
     from grpo_jax.cartpole import program  # starts JAX
-    from grpo_jax.runs.processes import enable_compile_cache
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
     enable_compile_cache()
     if evaluated is not None:

@@ -25,7 +25,7 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import draw_at
 from grpo_jax.rollout.rewards import JudgedBatch
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
-from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
 from grpo_jax.runs.session import Record
 from grpo_jax.training.estimators import Objectives, make_turn_objectives, require_binary

@@ -21,8 +21,9 @@ from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.rollout import Rollout, collect, judge
 from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.loading import RunContext, load
+from grpo_jax.runs.loading import load
 from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures
 from grpo_jax.runs.policy import START, restore_variables, run_config, weights_identity
 from grpo_jax.tasks.task import Info

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -21,9 +19,8 @@ from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.config.sections import TODAY, PolicySection
-from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
-from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, on_all_processes, process_count
+from grpo_jax.models.broadcast import broadcast, is_main_process, on_all_processes, process_count
 from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
@@ -32,7 +29,6 @@ from grpo_jax.rollout.data import (
     SPLITS,
     Encoded,
     PromptSet,
-    Row,
     all_rows,
     batches_per_epoch,
     data_identity,
@@ -40,7 +36,6 @@ from grpo_jax.rollout.data import (
 )
 from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens, template_options
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
-from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
     bind,
@@ -49,8 +44,9 @@ from grpo_jax.rollout.reward_registry import (
     require_values,
     resolve_rewards,
 )
-from grpo_jax.rollout.rewards import JudgedBatch, Reward, make_score
+from grpo_jax.rollout.rewards import Reward, make_score
 from grpo_jax.rollout.rollout import RolloutFns
+from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import require_names
 from grpo_jax.runs.policy import (
@@ -67,81 +63,11 @@ from grpo_jax.runs.policy import (
 from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.runs.session import SCORE
-from grpo_jax.sampling.samplers import Samplers, make_samplers
+from grpo_jax.sampling.samplers import make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 _GALLERY = 12  # held-out prompts whose pictures are kept
-
-
-class RunContext(NamedTuple):
-    """Everything that a config names, loaded; only `runs` uses it.
-
-    Attributes:
-        allowed_tokens: bool [V], or None for all.
-        trie: The task's choices (`TaskData.choices`), or None.
-        iterations: Total number of iterations.
-        key: The run's key, from which all others are folded.
-        devices: Device names of policy and judges.
-        stopping: Whether a stop was requested.
-    """
-
-    config: Config
-    task_data: TaskData
-    policy: Policy
-    fns: RolloutFns
-    rewards: ResolvedRewards
-    samplers: Samplers
-    allowed_tokens: np.ndarray | None
-    trie: Trie | None
-    key: jax.Array
-    devices: dict[str, str]
-    iterations: int
-    stopping: Callable[[], bool] = lambda: False
-
-    @property
-    def policy_device(self) -> jax.Device:
-        """Return the first of the policy's devices in this process."""
-        leaf = jax.tree.leaves(self.policy.variables)[0]
-        return min(leaf.sharding.addressable_devices, key=lambda device: device.id)
-
-    def is_stopped(self) -> bool:
-        """Return in all processes whether a stop was requested in any of them."""
-        return any_process(self.stopping())
-
-    @property
-    def prompts(self) -> PromptSet:
-        """Return the rows for training, validation and testing."""
-        return self.task_data.prompts
-
-    @property
-    def test_rows(self) -> Sequence[Row]:
-        """Return the held-out prompts for the reported results."""
-        return self.prompts.test[: self.config.evaluation.prompts or None]
-
-    @property
-    def validation_rows(self) -> Sequence[Row]:
-        """Return the held-out prompts that select "best"."""
-        return self.prompts.validation[: self.config.evaluation.validation_prompts]
-
-    @property
-    def measure_names(self) -> tuple[str, ...]:
-        """Return the names of rewards and eval rewards, N + W."""
-        return self.fns.reward_names + self.fns.eval_reward_names
-
-    def work(
-        self,
-        chunk_prompts: int,
-        locks: defaultdict[str, threading.Lock] | None = None,
-        judged: JudgedBatch | None = None,
-    ) -> Work:
-        """Make a batch's pipeline through sampler and judges, with `chunk_prompts` prompts at a time (0: all).
-
-        `judged` is the batch of an iteration; None for held-out prompts.
-        """
-        stopping = self.stopping if is_main_process() else lambda: False  # process 0 tells the others
-        judged = judged or JudgedBatch(None, self.iterations)
-        return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks, judged.columns)
 
 
 class LoadedPolicy(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.session import MISSING_ITERATIONS, SCORE, Record
+from grpo_jax.runs.context import RunContext
+from grpo_jax.runs.endings import MISSING_ITERATIONS
+from grpo_jax.runs.session import SCORE, Record
 from grpo_jax.tasks.task import of_turns
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
-
-if TYPE_CHECKING:
-    from grpo_jax.runs.loading import RunContext
-
 
 _CONSTANT_ITERATIONS = 5  # consecutive iterations with one value of a reward, after which a run warns
 RIGHT = 1.0

@@ -10,8 +10,8 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
+from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
-from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, regressed_measures
 from grpo_jax.runs.session import Progress, Record
 from grpo_jax.sampling.samplers import measured_section

@@ -21,8 +21,8 @@ from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import as_observation, prepared
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import evaluate
-from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.session import Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch

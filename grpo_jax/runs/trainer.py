@@ -24,32 +24,30 @@ from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.batches import CollectedBatch, Rollouts
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.compile_cache import enable_compile_cache
+from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import read_metrics, write_atomically
+from grpo_jax.runs.endings import EarlyStopping, rewards_missing_reason, updates_skipped_reason, with_remedy
 from grpo_jax.runs.evaluation import configured_eval_rewards, eval_reward_values, evaluate, measure_all
-from grpo_jax.runs.loading import RunContext, load
+from grpo_jax.runs.loading import load
 from grpo_jax.runs.metrics import TOTAL, completion_columns, iteration_row, regressed_measures, reward_streaks
 from grpo_jax.runs.policy import load_teacher
-from grpo_jax.runs.processes import enable_compile_cache, exit_if_peer_failed, join, require_shared, versions
+from grpo_jax.runs.processes import exit_if_peer_failed, join, require_shared, versions
 from grpo_jax.runs.python_input import from_python, keep_prompts
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
 from grpo_jax.runs.session import (
     SCORE,
     Callbacks,
-    EarlyStopping,
     IterationEvent,
     Progress,
     Record,
-    StopRequests,
     added,
     identity_of,
     require_same,
-    rewards_missing_reason,
-    stop_requests,
-    updates_skipped_reason,
-    with_remedy,
     with_total,
 )
 from grpo_jax.runs.sft import warm_up
+from grpo_jax.runs.stopping import StopRequests, stop_requests
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner

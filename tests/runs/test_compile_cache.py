@@ -6,8 +6,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.runs import processes
-from grpo_jax.runs.processes import enable_compile_cache
+from grpo_jax.runs import compile_cache
+from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.train import run
 
 
@@ -76,7 +76,7 @@ def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, t
         time.unlink()
         time.with_name("removed-atime").symlink_to("by another process")
         assert [start(), start()] == [1, 0]
-        monkeypatch.setattr(processes, "_MOST_PROGRAMS", 0)
+        monkeypatch.setattr(compile_cache, "MOST_PROGRAMS", 0)
         assert start() == 1
     finally:
         jax.monitoring.unregister_event_listener(count)

@@ -24,7 +24,8 @@ from grpo_jax.errors import Stopped, UserError, run_cli
 from grpo_jax.reports.console import Console
 from grpo_jax.runs import trainer
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.session import Progress, stop_requests
+from grpo_jax.runs.session import Progress
+from grpo_jax.runs.stopping import stop_requests
 
 AWAY = """
 import os

@@ -8,8 +8,9 @@ from support.text_task import rows, train_values
 
 from grpo_jax.config.run import make_config
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.endings import rewards_missing_reason
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.session import Progress, rewards_missing_reason
+from grpo_jax.runs.session import Progress
 
 JUDGE = """
 import os

@@ -11,7 +11,8 @@ from support.text_task import DONE, assert_same_bits, final_state, rows, train_v
 
 from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
-from grpo_jax.runs.session import Progress, updates_skipped_reason
+from grpo_jax.runs.endings import updates_skipped_reason
+from grpo_jax.runs.session import Progress
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 

@@ -47,7 +47,7 @@ def rewards_missing_reason(progress: Progress, run_dir: str | None) -> str:
 
     All rewards must be missing, since a single reward may apply to few prompts.
     """
-    streaks, done, iterations = progress.notes.get("streaks", {}), progress.iteration, progress.iterations
+    streaks, done, iterations = progress.notes.streaks, progress.iteration, progress.iterations
     shortest = min(streaks.values(), default=0)
     if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
         return ""

@@ -19,7 +19,7 @@ from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.endings import MISSING_ITERATIONS
-from grpo_jax.runs.session import SCORE, Record
+from grpo_jax.runs.session import SCORE, Notes, Record
 from grpo_jax.tasks.task import of_turns
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
 
@@ -252,41 +252,36 @@ def _cells(values: list[Any]) -> list[Any]:
     return [text and text.encode(errors="replace").decode() for text in texts]
 
 
-def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
+def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes, done: int) -> tuple[Notes, list[str]]:
     """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended, and warn.
 
     It warns of no constant reward at its best value: the function's own `best`, or the best of several values so far.
-
-    Returns:
-        {"streaks": {name: iterations without it}, "constant": {name: [value, iterations]}, "range": {name: [lowest,
-        highest value]}, "truncated": iterations}, and warnings.
     """
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
     streaks: dict[str, int] = {}
     constant: dict[str, list[float]] = {}
-    ranges = dict(notes.get("range", {}))
+    ranges, lines, weights = dict(notes.range), [], ctx.rewards.weights
     best = {reward.name: getattr(reward.function, "best", None) for reward in ctx.rewards.maximised}
-    lines, weights = [], ctx.rewards.weights
     for name in maximised_names(weights):
         present = np.unique(values[name][~np.isnan(values[name])]) + 0.0  # converts -0 to 0
-        streaks[name] = 0 if len(present) else notes.get("streaks", {}).get(name, 0) + 1
+        streaks[name] = 0 if len(present) else notes.streaks.get(name, 0) + 1
         if not len(present):
             continue
         extremes = [*ranges.get(name, ()), *present.tolist()]
         low, high = ranges[name] = [min(extremes), max(extremes)]
         if len(present) == 1:
             value = float(present[0])
-            last, count = notes.get("constant", {}).get(name, (None, 0))
+            last, count = notes.constant.get(name, (None, 0))
             constant[name] = [value, count + 1 if last == value else 1]
             is_best = value == best[name] or (low < high and value == (high if weights[name] > 0 else low))
             if constant[name][1] == _CONSTANT_ITERATIONS and not is_best:
                 every = f"every completion of the last {_CONSTANT_ITERATIONS} iterations"
                 lines.append(f"the reward {name} was {value:g} for {every}; the policy learns nothing from it")
     cut = rollout.samples is not None and rollout.samples.truncated.all()
-    truncated = notes.get("truncated", 0) + 1 if cut else 0
+    truncated = notes.truncated + 1 if cut else 0
     if truncated == _CONSTANT_ITERATIONS:
         lines.append(f"every completion of the last {truncated} iterations reached sampling.max_new_tokens; raise it")
     never = [name for name, count in streaks.items() if count == done]
     if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")
-    return {"streaks": streaks, "constant": constant, "range": ranges, "truncated": truncated}, lines
+    return notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated), lines

@@ -34,7 +34,7 @@ def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[st
 
 def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> Finished:
     """Return summary, tables, gallery and episodes of a run, from the evaluations at its start and end."""
-    findings = find(ctx, progress.notes["remembered"], "after", after)
+    findings = find(ctx, progress.notes.task_data, "after", after)
     summary: Record = {**summarise(ctx, progress, after), **findings.entries}
     samples = samples_tables(summary)
     tables = [*findings.tables, *samples]
@@ -49,18 +49,18 @@ def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation])
     return finished._replace(gallery=make_gallery(ctx, greedy), tables=tables, episodes=episodes)
 
 
-def find(ctx: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
+def find(ctx: RunContext, task_data: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
     """Return the task's findings from evaluations, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
     rollouts = {kind: evaluation.rollout for kind, evaluation in evaluations.items()}
     report = ctx.task_data.report
-    return report.findings({**remembered, **report.remember(name, rollouts)}, ctx.test_rows)
+    return report.findings({**task_data, **report.remember(name, rollouts)}, ctx.test_rows)
 
 
 def summarise(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> Record:
     """Return evaluation.<measure>.{before, after, oracle, unchanged}, improvement and devices."""
-    before, measures = progress.notes["before"], after["greedy"].measures if after else {}
+    before, measures = progress.notes.before, after["greedy"].measures if after else {}
     kinds = {"before": "greedy", "before_sampled": "sampled"} | {n: n for n in ("oracle", "unchanged", "untrained")}
     sampled = after["sampled"].measures if "sampled" in after else {}
     evaluation = {
@@ -75,9 +75,8 @@ def summarise(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluatio
     improvement = None if baseline is None or reward is None else reward - baseline
     suspect: list[str] = []
     if improvement and improvement > 0:
-        suspect = regressed_measures(
-            progress.notes.get("watched", {}).get("test", {}), eval_reward_values(ctx, after["greedy"])
-        )
+        at_start = progress.notes.eval_rewards_at_start.get("test", {})
+        suspect = regressed_measures(at_start, eval_reward_values(ctx, after["greedy"]))
     relative = improvement / baseline if improvement is not None and baseline and baseline > 0 else None
     return {
         "evaluation": evaluation,
@@ -87,11 +86,11 @@ def summarise(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluatio
         "relative_improvement": relative,
         "iterations": progress.iteration,
         "suspect": suspect,
-        "truncated_iterations": progress.notes.get("truncated", 0),
+        "truncated_iterations": progress.notes.truncated,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(ctx.test_rows),
         "devices": ctx.devices,
-        **samples_of(ctx, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
+        **samples_of(ctx, {"before": progress.notes.samples, "after": statistics_of(after)}),
     }
 
 

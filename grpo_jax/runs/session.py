@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from grpo_jax.config.fields import differences, identity
+from grpo_jax.config.files import Values
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
+from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.tasks.task import Finished
 
 Record = dict[str, Any]
 """A JSON object."""
@@ -19,6 +22,37 @@ WEIGHTS = "weights"
 """Begins the names of digests of frozen weights in a task's identity."""
 SCORE = "score"
 """As evaluation.best_by: the maximised measure."""
+
+
+class Notes(NamedTuple):
+    """Values that a run keeps from its start, and from iteration to iteration; JSON.
+
+    Attributes:
+        before: Held-out measures at the start, by kind of text ("greedy", "sampled", "unchanged", "oracle") and of the
+            policy before SFT ("untrained").
+        samples: `sample_measures` at the start.
+        eval_rewards_at_start: Eval rewards of each prompt at the start, by "test" and "validation".
+        task_data: Data for the task's findings.
+        streaks: Iterations in a row without a reward.
+        constant: Value of a reward with a single one, and the iterations in a row with it.
+        range: Lowest and highest value of each reward.
+        truncated: Iterations in a row in which no completion ended.
+    """
+
+    before: Mapping[str, Mapping[str, float]] = {}
+    samples: Record | None = None
+    eval_rewards_at_start: Mapping[str, Mapping[str, Sequence[float]]] = {}
+    task_data: Record = {}
+    streaks: Mapping[str, int] = {}
+    constant: Mapping[str, Sequence[float]] = {}
+    range: Mapping[str, Sequence[float]] = {}
+    truncated: int = 0
+
+    @classmethod
+    def read(cls, saved: Record) -> Notes:
+        """Read the notes of a checkpoint, also of one with the names of an earlier version."""
+        renamed = {"watched": "eval_rewards_at_start", "remembered": "task_data"}
+        return cls(**{renamed.get(name, name): value for name, value in saved.items()})
 
 
 class Progress(NamedTuple):
@@ -29,11 +63,6 @@ class Progress(NamedTuple):
         iterations: Total iterations.
         seconds: By stage; "total" counts only earlier processes, in a checkpoint also this one.
         identity: "config": the fields that change learning; "task": other values that must not change on resume.
-        notes: Memory of the run: "before", held-out measures at the start by kind of text ("greedy",
-            "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
-            at the start; "watched", eval rewards of each test and validation prompt at the start; "remembered", for
-            the task's findings; "streaks" of iterations without a reward, "constant" of those with one value,
-            "range" of each reward's values, "truncated" of those in which no completion ended.
         unvalidated: Metrics of the last iteration if its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """
@@ -44,7 +73,7 @@ class Progress(NamedTuple):
     best_iteration: int
     seconds: dict[str, float]
     identity: dict[str, Record]
-    notes: Record
+    notes: Notes = Notes()
     unvalidated: Record | None = None
     early_stopping: Record | None = None
 
@@ -52,10 +81,15 @@ class Progress(NamedTuple):
     def read(cls, meta: Record, where: Path) -> Progress:
         """Read the progress from a checkpoint's meta; UserError if another grpo_jax version wrote it."""
         try:
-            return cls(**meta["progress"])
+            progress = meta["progress"]
+            return cls(**{**progress, "notes": Notes.read(progress["notes"])})
         except (KeyError, TypeError):
             message = f"{where}: its checkpoints are of another version of grpo_jax: continue with that version"
             raise UserError(message) from None
+
+    def as_json(self) -> Record:
+        """Return the metadata that `read` reads."""
+        return {**self._asdict(), "notes": self.notes._asdict()}
 
 
 def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]:
@@ -94,6 +128,45 @@ def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
 def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
     """Sum seconds by name."""
     return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
+
+
+class Output(Protocol):
+    """A run's folder, terminal and files of metrics (`reports.output`); nothing in processes other than 0."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Return the run directory."""
+        ...
+
+    @property
+    def info(self) -> Callable[..., None]:
+        """Return the function that prints a line."""
+        ...
+
+    @property
+    def warning(self) -> Callable[[str], None]:
+        """Return the function that prints a warning."""
+        ...
+
+    def truncate(self, step: int, *, rows: int | None = None) -> int:
+        """Remove the output after a step; return the number of rows of metrics."""
+        ...
+
+    def start(self, total: int, done: int = 0) -> None:
+        """Start the progress bar."""
+        ...
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
+        """Write the completions of an iteration."""
+        ...
+
+    def iteration(self, row: Values) -> None:
+        """Write an iteration's metrics."""
+        ...
+
+    def finish(self, finished: Finished, *, config: Config) -> None:
+        """Write summary and report."""
+        ...
 
 
 @dataclass(frozen=True)

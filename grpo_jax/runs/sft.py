@@ -23,7 +23,7 @@ from grpo_jax.rollout.env import as_observation, prepared
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import evaluate
-from grpo_jax.runs.session import Record, identity_of, require_same, with_total
+from grpo_jax.runs.session import Notes, Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
@@ -49,12 +49,12 @@ _LINES = 20  # lines on the console
 
 def warm_up(
     ctx: RunContext, folder: Path, clock: float, info: Callable[[str], None]
-) -> tuple[Variables, Record, dict[str, float]]:
-    """Evaluate the policy and run SFT: returns variables, notes of the run ("before", "remembered"), seconds.
+) -> tuple[Variables, Notes, dict[str, float]]:
+    """Evaluate the policy and run SFT: returns variables, notes of the run (`before`, `task_data`), seconds.
 
     An interrupted SFT resumes from its latest checkpoint in `folder`.
     """
-    notes: Record = {"before": {}, "remembered": {}}
+    notes = Notes()
     if not ctx.config.sft.steps:
         return ctx.policy.variables, notes, {}
     with Checkpoints(folder, keep=2, warning=lambda line: info(f"warning: {line}")) as checkpoints:
@@ -65,13 +65,14 @@ def warm_up(
             started = time.monotonic()
             if ctx.test_rows:
                 untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
-                notes["before"] = {UNTRAINED: untrained.measures}
-                notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
+                task_data = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
+                notes = Notes({UNTRAINED: untrained.measures}, task_data=task_data)
             seconds = {"evaluate": time.monotonic() - started}
-            kept = {"identity": identity_of(ctx.config, ctx.task_data.identity), "notes": notes, "seconds": seconds}
+            identity = identity_of(ctx.config, ctx.task_data.identity)
+            kept = {"identity": identity, "notes": notes._asdict(), "seconds": seconds}
         kept = {name: kept[name] for name in ("identity", "notes", "seconds")}
         variables, seconds = run_sft(ctx, checkpoints, kept, clock, info)
-    return variables, kept["notes"], {**kept["seconds"], "sft": seconds}
+    return variables, Notes.read(kept["notes"]), {**kept["seconds"], "sft": seconds}
 
 
 def run_sft(

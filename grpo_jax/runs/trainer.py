@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -39,6 +39,8 @@ from grpo_jax.runs.session import (
     SCORE,
     Callbacks,
     IterationEvent,
+    Notes,
+    Output,
     Progress,
     Record,
     added,
@@ -57,7 +59,7 @@ _UPDATE_STREAM = 2**31 - 3
 
 def train(
     config: Config,
-    open_output: Callable[[Config], Any],
+    open_output: Callable[[Config], AbstractContextManager[Output]],
     *,
     prompts: Any = None,
     rewards: Any = None,
@@ -101,7 +103,7 @@ def train(
 
 
 def load_run(
-    config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], exit_stack: ExitStack
+    config: Config, output: Output, prompts: Any, rewards: Any, stopping: Callable[[], bool], exit_stack: ExitStack
 ) -> RunContext:
     """Load a training run, and store its config and its prompts from Python for later processes."""
     inputs, directory = from_python(config, prompts, rewards), output.directory
@@ -132,7 +134,7 @@ class Trainer:
     def __init__(
         self,
         ctx: RunContext,
-        output: Any,
+        output: Output,
         checkpoints: Checkpoints,
         stop: StopRequests,
         callbacks: Callbacks,
@@ -163,15 +165,16 @@ class Trainer:
         self.state = self.learner.start(variables)
         started = time.monotonic()
         before = measure_all(ctx, self.state.variables)
-        notes |= {"samples": statistics_of(before), "watched": {}}
+        task_data, at_start = notes.task_data, {}
         if before:
-            notes["before"] |= {kind: evaluation.measures for kind, evaluation in before.items()}
             rollouts = {kind: evaluation.rollout for kind, evaluation in before.items()}
-            notes["remembered"] |= ctx.task_data.report.remember("before", rollouts)
-            notes["watched"]["test"] = eval_reward_values(ctx, before["greedy"])
+            task_data = {**task_data, **ctx.task_data.report.remember("before", rollouts)}
+            at_start["test"] = eval_reward_values(ctx, before["greedy"])
         if configured_eval_rewards(ctx) and self.config.evaluation.every and ctx.validation_rows:
             validation = evaluate(ctx, self.state.variables, ctx.validation_rows)
-            notes["watched"]["validation"] = eval_reward_values(ctx, validation)
+            at_start["validation"] = eval_reward_values(ctx, validation)
+        measures = {**notes.before, **{kind: evaluation.measures for kind, evaluation in before.items()}}
+        notes = Notes(measures, statistics_of(before), at_start, task_data)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         self.progress = Progress(0, self.iterations, None, 0, seconds, self.identity, notes)
         self.has_state = True
@@ -276,10 +279,10 @@ class Trainer:
         done, rollout = self.progress.iteration + 1, collected.rollout
         seconds = {**rollout.seconds, "update": time.monotonic() - judged}
         row = iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
-        streaks, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
+        notes, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
         for line in warnings:
             self.output.warning(line)
-        seconds, notes = added(self.progress.seconds, seconds), {**self.progress.notes, **streaks}
+        seconds = added(self.progress.seconds, seconds)
         self.progress = self.progress._replace(iteration=done, seconds=seconds, notes=notes, unvalidated=row)
         self.output.completions(done, completion_columns(self.ctx, rollout, report["advantages"]))
 
@@ -347,7 +350,7 @@ class Trainer:
         evaluation = evaluate(ctx, self.state.variables, ctx.validation_rows)
         measures = dict(evaluation.measures)
         measures[SCORE] = measures.pop(TOTAL)
-        score, at_start = measures[section.best_by], progress.notes["watched"].get("validation", {})
+        score, at_start = measures[section.best_by], progress.notes.eval_rewards_at_start.get("validation", {})
         if names := regressed_measures(at_start, eval_reward_values(ctx, evaluation)):
             fell = f"{join_names(names)} fell below their initial values; not saved as best"
             self.output.info(f"validation after iteration {done}: {fell}")
@@ -388,7 +391,7 @@ class Trainer:
     def save(self, *, name: str = "", wait: bool = False) -> None:
         """Write a checkpoint of state and progress, in the background unless `wait`; also under `name`, if given."""
         progress = self.progress._replace(seconds=with_total(self.progress.seconds, self.clock))
-        saved = progress.iteration, saved_parts(self.state), {"progress": progress._asdict()}
+        saved = progress.iteration, saved_parts(self.state), {"progress": progress.as_json()}
         if name:
             self.checkpoints.save_as(name, *saved)
         else:

@@ -24,7 +24,7 @@ from grpo_jax.errors import Stopped, UserError, run_cli
 from grpo_jax.reports.console import Console
 from grpo_jax.runs import trainer
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.session import Progress
+from grpo_jax.runs.session import Notes, Progress
 from grpo_jax.runs.stopping import stop_requests
 
 AWAY = """
@@ -213,9 +213,11 @@ def test_a_signal_inside_the_collector_stops_a_moment_later():
 
 
 def test_a_checkpoint_that_remembers_other_things_is_of_another_version(tmp_path):
-    progress = Progress(3, 6, None, 0, {}, {"config": {}, "task": {}}, {"before": {}})
-    saved = json.loads(json.dumps(progress._asdict()))
+    progress = Progress(3, 6, None, 0, {}, {"config": {}, "task": {}}, Notes({"greedy": {"a": 1.0}}))
+    saved = json.loads(json.dumps(progress.as_json()))
     assert Progress.read({"progress": saved}, tmp_path) == progress
+    earlier = {"watched" if name == "eval_rewards_at_start" else name: value for name, value in saved["notes"].items()}
+    assert Progress.read({"progress": saved | {"notes": earlier}}, tmp_path) == progress
     without = {name: value for name, value in saved.items() if name != "notes"}
     for meta in ({"progress": saved | {"surprise": 1}}, {"progress": without}, {}):
         with pytest.raises(UserError, match="its checkpoints are of another version of grpo_jax"):

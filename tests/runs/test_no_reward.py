@@ -10,7 +10,7 @@ from grpo_jax.config.run import make_config
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.endings import rewards_missing_reason
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.session import Progress
+from grpo_jax.runs.session import Notes, Progress
 
 JUDGE = """
 import os
@@ -60,7 +60,7 @@ def test_maxrl_refuses_rewards_other_than_0_and_1(values, tmp_path, capsys):
 
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):
-    progress = Progress(1, 1, None, 0, {}, {}, {"streaks": {"rare": 1, "never": 1}})
+    progress = Progress(1, 1, None, 0, {}, {}, Notes(streaks={"rare": 1, "never": 1}))
     told = rewards_missing_reason(progress, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
     assert told.endswith("and start again") and not rewards_missing_reason(

@@ -65,7 +65,7 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_fr
 
 
 def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(tmp_path):
-    progress = Progress(1, 1, None, 0, {}, {}, {})
+    progress = Progress(1, 1, None, 0, {}, {})
     told = updates_skipped_reason(1, 1, progress, str(tmp_path))
     assert "not finite in 1 updates in a row" in told and "fix it and start again" in told
     assert not updates_skipped_reason(1, 1, progress._replace(iterations=6), str(tmp_path))

@@ -63,6 +63,7 @@ class Work:
         stopping: Returns whether to stop; polled twice a second.
         locks: One per stage, shared by concurrent batches.
         progress: Arguments of the batch's rewards about the run.
+        missing: Whether failing rewards are missing; None as configured.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Work:
         stopping: Callable[[], bool] = lambda: False,
         locks: defaultdict[str, threading.Lock] | None = None,
         progress: Mapping[str, Any] = {},
+        missing: bool | None = None,
     ):
         self.chunk_prompts, self.timeout, self.stopping, self.progress = chunk_prompts, timeout, stopping, progress
+        self.missing = missing
         self.seconds: dict[str, float] = {}
         self._locks = defaultdict(threading.Lock) if locks is None else locks
         self._changed = threading.Condition()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -197,6 +197,30 @@ def _read(returned: object, name: str, completions: list[str], *, lenient: bool)
     return numbers
 
 
+class Score(Protocol):
+    """Judges the last completions of episodes."""
+
+    def __call__(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Sequence[Episode]],
+        pictures: Any,
+        *,
+        tokens: Sequence[Sequence[list[int]]] | None = None,
+        progress: Columns = MappingProxyType({}),
+        missing: bool | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return rewards f32 [P, G, N] and eval rewards f32 [P, G, W]; NaN is missing.
+
+        Args:
+            episodes: `[P][G]`.
+            pictures: The renderer's, with attributes of the names `PICTURES`; or None.
+            tokens: `[P][G]`, the policy's token ids, if it generated them.
+            progress: Arguments about the run.
+            missing: Whether a failing reward is missing; None as configured.
+        """
+
+
 def make_score(
     rewards: Mapping[str, Reward],
     eval_rewards: Mapping[str, Reward],
@@ -205,12 +229,12 @@ def make_score(
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
     tokenize: Callable[[str], list[int]] = lambda text: [],
     role: str = "user",
-) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """Make score(rows, episodes `[P][G]`, pictures, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
+) -> Score:
+    """Make the score of some rewards and eval rewards.
 
-    It judges the last completions. A reward may ask for "episodes", for token ids as "completion_ids", and for prompts
+    A reward may ask for "episodes", for token ids as "completion_ids", and for prompts
     and completions as chat messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a
-    reward can recognise groups. `progress` holds arguments about the run.
+    reward can recognise groups.
 
     Args:
         rewards: N functions by name.
@@ -221,14 +245,18 @@ def make_score(
         role: Role of observations in the messages of an episode.
     """
 
+    configured = missing
+
     def score(
         rows: Sequence[Row],
         episodes: Sequence[Sequence[Episode]],
         pictures: Any,
-        tokens: list[list[list[int]]] | None = None,
+        *,
+        tokens: Sequence[Sequence[list[int]]] | None = None,
         progress: Columns = MappingProxyType({}),
-        missing: bool = missing,
+        missing: bool | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
+        lenient = configured if missing is None else missing
         group, judged = len(episodes[0]), [*itertools.chain.from_iterable(episodes)]
         completions = [episode.last.completion for episode in judged]
         prompts = [row.prompt for row in rows for _ in range(group)]
@@ -242,7 +270,7 @@ def make_score(
         if columns_of is not None:
             columns |= columns_of(completions, own_copy(columns))
 
-        judge = functools.partial(collect_rewards, on_error="missing" if missing else "raise")
+        judge = functools.partial(collect_rewards, on_error="missing" if lenient else "raise")
         arguments = prompts, completions, columns, group
         return judge(rewards, *arguments), judge(eval_rewards, *arguments)
 

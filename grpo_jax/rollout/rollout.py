@@ -23,15 +23,17 @@ from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, PictureInput
-from grpo_jax.rollout.env import EnvSettings, Episode, Observation, Turn, ask_environment
+from grpo_jax.rollout.env import Env, EnvSettings, Episode, Observation, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.rewards import ExtraColumns
+from grpo_jax.rollout.rewards import ExtraColumns, Score
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.sampling.episodes import EpisodeSampler
 
 EVALUATION_STREAM = 2**31 - 1
 """Replaces the iteration in the keys of evaluation, so that no training iteration shares them."""
+GALLERY = 12
+"""First held-out prompts whose pictures are kept."""
 _TURN_STREAM = 2**31 - 7  # folded into a prompt's key for the turns after the first
 
 Tree = TypeVar("Tree")
@@ -47,11 +49,8 @@ class RolloutFns(NamedTuple):
         encode: Rows → `Encoded`, left-padded to a length that does not depend on the batch.
         decode: (token ids of one completion, the user's prompt) → (raw completion, its `ParsedCompletion`).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`; None without a renderer.
-        score: (rows, episodes `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards of the last
-            completions; NaN is missing. `tokens` `[P][G]` are the policy's token ids, if it generated them.
         encode_images: (variables, `Pictures`) → their `PictureStates`, and the input of the update: these states, or
             the `Pictures` to encode again. None for a policy without pictures.
-        gallery: Number of first held-out rows whose episodes keep their pictures.
         prepare: Pictures in memory → `Pictures` [N, 1, ..] from the policy's image processor. They are torch float
             [N, 3, H, W] in [0, 1], or a list of a row's sources. None for a policy without pictures.
         env: None for single-turn tasks.
@@ -60,13 +59,16 @@ class RolloutFns(NamedTuple):
     encode: Callable[[Sequence[Row]], Encoded]
     decode: Callable[[np.ndarray, str], tuple[str, ParsedCompletion]]
     render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
-    score: Callable[..., tuple[np.ndarray, np.ndarray]]
+    score: Score
     reward_names: tuple[str, ...]
     eval_reward_names: tuple[str, ...]
     prepare: Callable[[Source], Pictures] | None = None
     env: EnvSettings | None = None
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
-    gallery: int = 0
+
+    def with_step(self, step: Env) -> RolloutFns:
+        """Return the functions with another environment, such as a control."""
+        return self if self.env is None else self._replace(env=self.env._replace(step=step))
 
 
 class Rollout(NamedTuple):
@@ -222,7 +224,7 @@ class _Chunk:
     ):
         self.fns, self.work, self.number = fns, work, number
         self.rows, self.iteration, self.start = rows, iteration, start
-        self.gallery = 0 if iteration is not None else fns.gallery  # first rows whose pictures are kept
+        self.gallery = 0 if iteration is not None else GALLERY  # first rows whose pictures are kept
         self.episodes: list[list[Episode]] = []
         self.active: np.ndarray = np.zeros((0, 0), bool)
 
@@ -332,6 +334,7 @@ class _Chunk:
                     drawn,
                     tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
                     progress={**self.work.progress, "log_extra": extra.log_extra},
+                    missing=self.work.missing,
                 )
             values = np.concatenate(scores, axis=-1).reshape(len(places), len(names))
         judged = np.full((*self.active.shape, len(names)), np.nan, np.float32)

@@ -83,11 +83,14 @@ class RunContext(NamedTuple):
         chunk_prompts: int,
         locks: defaultdict[str, threading.Lock] | None = None,
         judged: JudgedBatch | None = None,
+        *,
+        missing: bool | None = None,
     ) -> Work:
         """Make a batch's pipeline through sampler and judges, with `chunk_prompts` prompts at a time (0: all).
 
-        `judged` is the batch of an iteration; None for held-out prompts.
+        `judged` is the batch of an iteration; None for held-out prompts. `missing` is whether failing rewards are
+        missing; None as configured.
         """
         stopping = self.stopping if is_main_process() else lambda: False  # process 0 tells the others
         judged = judged or JudgedBatch(None, self.iterations)
-        return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks, judged.columns)
+        return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks, judged.columns, missing)

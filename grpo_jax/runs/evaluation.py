@@ -18,6 +18,7 @@ from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
+from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rollout import Rollout, collect, judge
 from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -153,15 +154,14 @@ def measure_all(ctx: RunContext, variables: Variables, *, references: bool = Tru
 
     The policy's measures in a control environment are named NAME_CONTROL.
     """
-    rows, env = ctx.test_rows, ctx.fns.env
+    rows = ctx.test_rows
     if not rows:
         return {}
     evaluations = {"greedy": evaluate(ctx, variables, rows)}
-    if env is not None:
-        for control, step in ctx.task_data.environment.controls.items():
-            controlled = evaluate(ctx._replace(fns=ctx.fns._replace(env=env._replace(step=step))), variables, rows)
-            for name in ctx.measure_names:
-                evaluations["greedy"].measures[f"{name}_{control}"] = controlled.measures[name]
+    for control, step in ctx.task_data.environment.controls.items() if ctx.fns.env else ():
+        controlled = evaluate(ctx._replace(fns=ctx.fns.with_step(step)), variables, rows)
+        for name in ctx.measure_names:
+            evaluations["greedy"].measures[f"{name}_{control}"] = controlled.measures[name]
     if ctx.config.evaluation.samples:
         evaluations["sampled"] = evaluate(ctx, variables, rows, sampled=True)
     for kind, texts in ctx.task_data.report.references(rows).items() if references else ():
@@ -241,19 +241,17 @@ class InferenceSession:
 
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
         """Return a checkpoint's greedy episode, judged; with `group`, a group sampled as in training."""
-        ctx, (variables, _) = self._judging(row), self._restore(checkpoint)
+        ctx, (variables, _) = self.ctx, self._restore(checkpoint)
         sampler = ctx.samplers.training if group else ctx.samplers.greedy
-        rollout = collect(ctx.fns, sampler, variables, [row], key=ctx.key, iteration=None, work=ctx.work(1))
+        rollout = collect(ctx.fns, sampler, variables, [row], key=ctx.key, iteration=None, work=self._work(row))
         return rollout.episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:
         """Return the unchanged prompt, judged in place of a rewrite; None if the task does not rewrite."""
         texts = self.ctx.task_data.report.references([row]).get("unchanged")
-        return evaluate_texts(self._judging(row), [row], texts).episodes[0] if texts else None
+        return judge(self.ctx.fns, [row], [texts], self._work(row)).episodes[0][0] if texts else None
 
-    def _judging(self, row: Row) -> RunContext:
-        """Return the run with pictures kept; rewards may be missing if a typed prompt lacks their columns."""
-        fns = self.ctx.fns._replace(gallery=1)
-        if all(row.columns is not known.columns for known in self._held_out):
-            fns = fns._replace(score=functools.partial(fns.score, missing=True))
-        return self.ctx._replace(fns=fns)
+    def _work(self, row: Row) -> Work:
+        """Return the pipeline of a row; rewards may be missing if a typed prompt lacks their columns."""
+        typed = all(row.columns is not known.columns for known in self._held_out)
+        return self.ctx.work(1, missing=True if typed else None)

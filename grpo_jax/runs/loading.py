@@ -67,7 +67,6 @@ from grpo_jax.sampling.samplers import make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
-_GALLERY = 12  # held-out prompts whose pictures are kept
 
 
 class LoadedPolicy(NamedTuple):
@@ -325,7 +324,6 @@ def make_rollout_fns(
         prepare=loaded.prepare,
         env=make_env_settings(config, data.environment, folder),
         encode_images=loaded.encode_images,
-        gallery=_GALLERY,
     )
 
 

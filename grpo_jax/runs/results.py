@@ -10,6 +10,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
+from grpo_jax.rollout.rollout import GALLERY
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
 from grpo_jax.runs.metrics import TOTAL, regressed_measures
@@ -43,7 +44,7 @@ def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation])
     if not after:
         return finished
     greedy = after["greedy"]
-    pairs = zip(ctx.test_rows[: ctx.fns.gallery], greedy.episodes, strict=False) if ctx.fns.env else ()
+    pairs = zip(ctx.test_rows[:GALLERY], greedy.episodes, strict=False) if ctx.fns.env else ()
     episodes = [shown_episode(*pair) for pair in pairs]  # chosen by position, not by result
     tables = [*tables, texts_table(ctx, greedy)]
     return finished._replace(gallery=make_gallery(ctx, greedy), tables=tables, episodes=episodes)
@@ -143,7 +144,7 @@ def _interval(values: Sequence[float] | None) -> str:
 
 def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Make the gallery of the first held-out prompts, not the best; before and after have the same noise."""
-    rows = ctx.test_rows[: ctx.fns.gallery]
+    rows = ctx.test_rows[:GALLERY]
     drawn = ctx.task_data.render is not None  # the same in all processes, which judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []

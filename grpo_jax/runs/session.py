@@ -136,37 +136,29 @@ class Output(Protocol):
     @property
     def directory(self) -> RunDirectory:
         """Return the run directory."""
-        ...
 
     @property
     def info(self) -> Callable[..., None]:
         """Return the function that prints a line."""
-        ...
 
     @property
     def warning(self) -> Callable[[str], None]:
         """Return the function that prints a warning."""
-        ...
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Remove the output after a step; return the number of rows of metrics."""
-        ...
 
     def start(self, total: int, done: int = 0) -> None:
         """Start the progress bar."""
-        ...
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Write the completions of an iteration."""
-        ...
 
     def iteration(self, row: Values) -> None:
         """Write an iteration's metrics."""
-        ...
 
     def finish(self, finished: Finished, *, config: Config) -> None:
         """Write summary and report."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeGuard
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -29,6 +29,8 @@ from grpo_jax.config.fields import (
     resume_mutable,
 )
 from grpo_jax.config.named import name_tools
+from grpo_jax.core.advantages import SUM_ESTIMATORS
+from grpo_jax.core.losses import PRESETS
 from grpo_jax.errors import short_repr
 
 TODAY = "today"
@@ -261,7 +263,7 @@ class SurrogateSection(Section):
     """Parameters of the preset's policy loss; null for the preset's (docs/algorithms.md)."""
 
     dual: Bound | None = None
-    """Largest ratio of a token with a negative advantage (grpo, dr_grpo, dapo, bnpo, gspo, luspo, gmpo)."""
+    """Largest ratio of a token with a negative advantage (presets with surrogate Clip)."""
     cap: Bound | None = None
     """Largest weight of a token (cispo, dppo_tv)."""
     positive: Positive | None = None
@@ -280,15 +282,11 @@ class SurrogateSection(Section):
 class AlgorithmSection(Section):
     """Advantages and loss."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo_tv", "drpo"] = (
-        "grpo"
-    )
+    preset: Literal[*PRESETS] = "grpo"  # type: ignore[valid-type]
     """Loss preset, named after its paper (docs/algorithms.md)."""
-    advantage: Literal["gdpo", "grpo", "rloo", "raft", "maxrl", "batch", "gae", "opd"] = "gdpo"
-    """Advantage estimator. "gdpo" normalises each reward in its group; "grpo" the weighted sum. "rloo" subtracts the
-    mean of the other completions; "raft" trains on each group's best completion (rejection sampling); "maxrl" divides
-    by the group's mean, of a sum that is 0 or 1; "batch" whitens the sum over the batch (REINFORCE++); "gae" is PPO,
-    with a value head for the sum (section ppo); "opd" distils the teacher on-policy and only logs the rewards."""
+    advantage: Literal["gdpo", *SUM_ESTIMATORS, "gae", "opd"] = "gdpo"  # type: ignore[valid-type]
+    """Advantage estimator (docs/algorithms.md). "gdpo" normalises each reward in its group; "gae" is PPO (section ppo);
+    "opd" distils the teacher on-policy and only logs the rewards; the others take the weighted sum of the rewards."""
     teacher: str = ""
     """Teacher of "opd", and the reference of kl_coef: folder or hub id of a policy with the same tokens. Empty for the
     reference."""
@@ -359,17 +357,14 @@ class AlgorithmSection(Section):
         binary = self.overlong_buffer == 0 or self.advantage != "maxrl"
         self.require(binary, "overlong_buffer", "0 with advantage 'maxrl', which takes rewards of 0 and 1")
         self._check_surrogate()
-        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo", "drpo") else ():
-            unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
-            self.require(getattr(self, name) is None, name, unbounded)
 
     def _check_surrogate(self) -> None:
-        if changes := self.surrogate.changes:
-            from grpo_jax.core.losses import PRESETS  # imports JAX
-
-            names = {field.name for field in dataclasses.fields(PRESETS[self.preset]["surrogate"])}
-            expected = f"{' and '.join(sorted(names - {'low', 'high'}))} with preset {self.preset!r}"
-            require(changes.keys() <= names, "surrogate", expected, sorted(changes))
+        changes, names = self.surrogate.changes, {field.name for field in fields(PRESETS[self.preset]["surrogate"])}
+        expected = f"{' and '.join(sorted(names - {'low', 'high'}))} with preset {self.preset!r}"
+        require(changes.keys() <= names, "surrogate", expected, sorted(changes))
+        for name in ("clip_low", "clip_high") if "low" not in names else ():
+            unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
+            self.require(getattr(self, name) is None, name, unbounded)
 
     @property
     def learns_values(self) -> bool:

@@ -6,7 +6,7 @@ rewards, or equal ones. It gives exactly 0, not rounding noise divided by eps. S
 standard deviations plus eps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -225,6 +225,16 @@ def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps:
     if centre == "batch":
         return masked_whiten(rewards, present, eps=eps)
     return select(present & _signal(rewards), masked_whiten(_centred(rewards), present, eps=eps))
+
+
+SUM_ESTIMATORS: dict[str, Callable[..., jax.Array]] = {
+    "grpo": group_advantages,
+    "rloo": leave_one_out_advantages,
+    "raft": raft_advantages,
+    "maxrl": maxrl_advantages,
+    "batch": batch_whitened_advantages,
+}
+"""Estimators of summed rewards `[P, G]` by their names in a config."""
 
 
 def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives: int, dtype) -> jax.Array:

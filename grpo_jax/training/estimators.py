@@ -13,15 +13,11 @@ import numpy as np
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core import losses
 from grpo_jax.core.advantages import (
+    SUM_ESTIMATORS,
     Condition,
-    batch_whitened_advantages,
     condition_rewards,
     gdpo_advantages,
-    group_advantages,
     groups_without_signal,
-    leave_one_out_advantages,
-    maxrl_advantages,
-    raft_advantages,
     sum_rewards,
 )
 from grpo_jax.core.returns import last_turn, overlong_penalty, turn_advantages, turn_returns
@@ -179,16 +175,10 @@ def estimate_advantages(
     if section.advantage == "gdpo":
         return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
-    if section.advantage == "rloo":
-        return leave_one_out_advantages(summed)
-    if section.advantage == "raft":
-        return raft_advantages(summed)
-    if section.advantage == "maxrl":
-        return maxrl_advantages(summed)
-    if section.advantage == "batch":
-        return batch_whitened_advantages(summed, eps=section.advantage_eps)
-    scale = section.scale or losses.PRESET_SCALES[section.preset]
-    return group_advantages(summed, scale=scale, eps=section.advantage_eps)
+    options = {"eps": section.advantage_eps} if section.advantage in ("grpo", "batch") else {}
+    if section.advantage == "grpo":
+        options["scale"] = section.scale or losses.PRESET_SCALES[section.preset]
+    return SUM_ESTIMATORS[section.advantage](summed, **options)
 
 
 def estimate_turn_advantages(

@@ -88,27 +88,44 @@ PRESET_SCALES: dict[str, str] = {name: "none" if name == "dr_grpo" else "group" 
 """The `scale` of `group_advantages` that belongs to each preset."""
 
 
-def _log_ratio(log_ratio, advantages, mask, surrogate: Surrogate, ratio: str) -> jax.Array:
-    """Return the tokens' log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
+class _Tokens(NamedTuple):
+    """Checked arguments of `grpo_loss`, `[.., T]` and 0 where masked; advantages are `[.., 1]` or `[.., T]`."""
+
+    logprobs: jax.Array
+    old: jax.Array
+    advantages: jax.Array
+    mask: jax.Array
+    ref: jax.Array | None
+    entropy: jax.Array | None
+
+
+def _log_ratio(tokens: _Tokens, surrogate: Surrogate, ratio: str) -> jax.Array:
+    """Return log π - log π_old, `[.., T]`, or `[.., 1]` for one ratio per row."""
+    log_ratio = select(tokens.mask, tokens.logprobs - tokens.old)
     if ratio == "token":
         return log_ratio
     if ratio == "geometric" and isinstance(surrogate, Clip):
-        log_ratio = surrogate.bounded(log_ratio, advantages)
-    mean = masked_mean(log_ratio, mask, axis=-1, keepdims=True)
-    if advantages.shape != mask.shape:
+        log_ratio = surrogate.bounded(log_ratio, tokens.advantages)
+    mean = masked_mean(log_ratio, tokens.mask, axis=-1, keepdims=True)
+    if tokens.advantages.shape != tokens.mask.shape:
         return mean
     # GSPO-token: the value is the row's ratio, the gradient is the token's own and gets the token's advantage.
-    return select(mask, jax.lax.stop_gradient(mean) + log_ratio - jax.lax.stop_gradient(log_ratio))
+    return select(tokens.mask, jax.lax.stop_gradient(mean) + log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
 def _prepare(
-    logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    ref_logprobs: ArrayLike | None,
+    entropy: ArrayLike | None,
+) -> _Tokens:
     """Check shapes and dtypes, and replace masked values everywhere."""
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
 
-    def same(name, value) -> jax.Array:
+    def same(name: str, value: ArrayLike) -> jax.Array:
         return select(mask, as_float(name, value, shape=logprobs.shape).astype(logprobs.dtype))
 
     advantages = jax.lax.stop_gradient(as_float("advantages", advantages).astype(logprobs.dtype))
@@ -117,13 +134,13 @@ def _prepare(
         advantages = select(mask, advantages)
     else:
         advantages = select(mask.any(axis=-1), advantages)[..., None]
-    old_logprobs = jax.lax.stop_gradient(same("old_logprobs", old_logprobs))
+    old = jax.lax.stop_gradient(same("old_logprobs", old_logprobs))
     ref = None if ref_logprobs is None else jax.lax.stop_gradient(same("ref_logprobs", ref_logprobs))
     entropy = None if entropy is None else same("entropy", entropy)
-    return select(mask, logprobs), old_logprobs, advantages, mask, ref, entropy
+    return _Tokens(select(mask, logprobs), old, advantages, mask, ref, entropy)
 
 
-def _as_token_weights(weights, mask, dtype) -> jax.Array:
+def _as_token_weights(weights: ArrayLike, mask: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the weights as constants, 0 where the mask is False."""
     weights = jnp.asarray(weights)
     if weights.dtype != jnp.bool_:
@@ -145,27 +162,48 @@ def _check_choices(surrogate, ratio, kl, ref_logprobs, entropy, entropy_coef) ->
     return bonus
 
 
-def _metrics(log_ratio, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropy) -> GRPOMetrics:
-    """Compute the token means; the caller fills in the policy loss."""
-    tokens = count(mask, dtype=log_ratio.dtype)
-    nothing = Mean(jnp.zeros_like(tokens), jnp.zeros_like(tokens))
+def regularisers(
+    tokens: _Tokens,
+    denominators: Normaliser,
+    *,
+    aggregation: Aggregation,
+    kl: KLPenalty | None,
+    entropy_coef: float | None,
+) -> list[jax.Array]:
+    """Return the terms beside the policy's: the KL penalty, and the entropy bonus with a minus (None: no bonus)."""
+    terms = []
+    if kl is not None and tokens.ref is not None:
+        penalty = kl.per_token(tokens.logprobs, tokens.old, tokens.ref)
+        terms.append(kl.coef * safe_divide(aggregate(penalty, tokens.mask, aggregation), denominators.loss))
+    if entropy_coef is not None and tokens.entropy is not None:
+        terms.append(-(entropy_coef * safe_divide(jnp.sum(tokens.entropy), denominators.tokens)))
+    return terms
 
-    def token_mean(values):
+
+def _metrics(
+    tokens: _Tokens, log_ratio: jax.Array, policy_loss: Mean, *, surrogate: Surrogate, ratio: str, estimator: str
+) -> GRPOMetrics:
+    """Return the policy loss and the token means; one ratio per row is shown only with ratio "sequence"."""
+    logprobs, old, mask = tokens.logprobs, tokens.old, tokens.mask
+    number = count(mask, dtype=logprobs.dtype)
+
+    def token_mean(values: jax.Array | None) -> Mean:
         if values is None:
-            return nothing
-        values = jnp.broadcast_to(values, mask.shape).astype(log_ratio.dtype)
-        return Mean(jnp.sum(select(mask, values)), tokens)
+            return Mean(jnp.zeros_like(number), jnp.zeros_like(number))
+        values = jnp.broadcast_to(values, mask.shape).astype(logprobs.dtype)
+        return Mean(jnp.sum(select(mask, values)), number)
 
-    low, high = surrogate.clipped(log_ratio, logprobs, advantages)
+    shown = log_ratio if ratio == "sequence" else select(mask, logprobs - old)
+    low, high = surrogate.clipped(shown, logprobs, tokens.advantages)
     return GRPOMetrics(
-        policy_loss=nothing,
-        kl=token_mean(divergence),
-        entropy=token_mean(entropy),
-        ratio=token_mean(jnp.exp(log_ratio)),
-        old_kl=token_mean(old_divergence),
+        policy_loss=policy_loss,
+        kl=token_mean(None if tokens.ref is None else kl_divergence(logprobs, tokens.ref, estimator=estimator)),
+        entropy=token_mean(tokens.entropy),
+        ratio=token_mean(jnp.exp(shown)),
+        old_kl=token_mean(kl_divergence(old, logprobs)),
         clip_low=token_mean(low),
         clip_high=token_mean(high),
-        advantage=token_mean(advantages),
+        advantage=token_mean(tokens.advantages),
     )
 
 
@@ -221,30 +259,22 @@ def grpo_loss(
             without `entropy`.
     """
     bonus = _check_choices(surrogate, ratio, kl, ref_logprobs, entropy, entropy_coef)
-    logprobs, old, advantages, mask, ref, entropies = _prepare(
-        logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
-    )
-    local = loss_normaliser(mask, aggregation, dtype=logprobs.dtype)
-    denominators = as_normaliser(normaliser, local, aggregation, bonus)
-    token_ratio = select(mask, logprobs - old)
-    log_ratio = _log_ratio(token_ratio, advantages, mask, surrogate, ratio)
+    tokens = _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy)
+    local = loss_normaliser(tokens.mask, aggregation, dtype=tokens.logprobs.dtype)
+    whole = as_normaliser(normaliser, local, aggregation, bonus)
 
-    policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
+    log_ratio = _log_ratio(tokens, surrogate, ratio)
+    objective = surrogate.objective(log_ratio, tokens.logprobs, tokens.advantages)
+    policy = -jnp.broadcast_to(objective, tokens.mask.shape)
     if token_weights is not None:
-        policy *= _as_token_weights(token_weights, mask, policy.dtype)
-    policy_total = aggregate(policy, mask, aggregation)
-    loss = safe_divide(policy_total, denominators.loss)
-    divergence = None if ref is None else kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
-    if kl is not None and ref is not None:
-        penalty = kl.per_token(logprobs, old, ref)
-        loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), denominators.loss)
-    if bonus and entropies is not None:
-        loss -= entropy_coef * safe_divide(jnp.sum(entropies), denominators.tokens)
+        policy *= _as_token_weights(token_weights, tokens.mask, policy.dtype)
+    total = aggregate(policy, tokens.mask, aggregation)
+    others = regularisers(tokens, whole, aggregation=aggregation, kl=kl, entropy_coef=entropy_coef if bonus else None)
+    loss = sum(others, safe_divide(total, whole.loss))
 
-    old_divergence = kl_divergence(old, logprobs)
-    shown = log_ratio if ratio == "sequence" else token_ratio
-    metrics = _metrics(shown, logprobs, advantages, mask, surrogate, divergence, old_divergence, entropies)
-    metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
+    estimator = kl.estimator if kl else "k3"
+    policy_loss = Mean(total, local.loss)
+    metrics = _metrics(tokens, log_ratio, policy_loss, surrogate=surrogate, ratio=ratio, estimator=estimator)
     return loss, jax.lax.stop_gradient(metrics)
 
 

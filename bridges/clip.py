@@ -27,17 +27,12 @@ class Preprocess(NamedTuple):
 
     A picture of the tower's own size is only normalised; any other goes through the model's own library, with which it
     was trained and published.
-
-    Attributes:
-        size: Height and width of the image tower's inputs.
-        mean: Per channel, like `std`.
-        library: PIL image → [3, size, size], normalised.
     """
 
-    size: int
-    mean: tuple[float, ...]
+    size: int  # height and width of the image tower's inputs
+    mean: tuple[float, ...]  # per channel, like `std`
     std: tuple[float, ...]
-    library: Callable[[Image], torch.Tensor]
+    library: Callable[[Image], torch.Tensor]  # PIL image → [3, size, size], normalised
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Resize, crop or pad, and normalise float [B, 3, H, W] in [0, 1] to [B, 3, size, size]."""

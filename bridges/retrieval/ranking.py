@@ -25,29 +25,18 @@ TOLERANCE = 1e-6
 
 
 class Counts(NamedTuple):
-    """Counts of a part of the catalogue for each query's target; excluded items and the target do not count.
+    """Counts of a part of the catalogue for each query's target; excluded items and the target do not count."""
 
-    Attributes:
-        before: i64 [B], items with a higher score than the target, or a tie.
-        log_sum: f64 [B], log Σ exp(score / TEMPERATURE) of the other items; -inf if there are none.
-        score: f64 [B], the target's score.
-    """
-
-    before: np.ndarray
-    log_sum: np.ndarray
-    score: np.ndarray
+    before: np.ndarray  # i64 [B], items with a higher score than the target, or a tie
+    log_sum: np.ndarray  # f64 [B], log Σ exp(score / TEMPERATURE) of the other items; -inf if there are none
+    score: np.ndarray  # f64 [B], the target's score
 
 
 class Ranks(NamedTuple):
-    """Ranks of the targets.
+    """Ranks of the targets."""
 
-    Attributes:
-        rank: f64 [B], 1 is best.
-        probability: f32 [B], the target's probability in the softmax over all items that are not excluded.
-    """
-
-    rank: np.ndarray
-    probability: np.ndarray
+    rank: np.ndarray  # f64 [B], 1 is best
+    probability: np.ndarray  # f32 [B], the target's probability in the softmax over all items that are not excluded
 
 
 def ranks_of(counts: Counts) -> Ranks:
@@ -81,32 +70,20 @@ class History(NamedTuple):
 
     v_i are the vectors of the items' titles, and e is the encoder's emphasis (for TF-IDF a second idf factor per word).
     If the text is the zero vector, the query is only its history.
-
-    Attributes:
-        rows: B lists of rows of the catalogue, oldest first; the newest has age 0.
-        weight: a, at least 0.
-        decay: In [0, 1].
     """
 
-    rows: Sequence[Sequence[int]]
-    weight: float
-    decay: float
+    rows: Sequence[Sequence[int]]  # B lists of rows of the catalogue, oldest first; the newest has age 0
+    weight: float  # a, at least 0
+    decay: float  # in [0, 1]
 
 
 class Queries(NamedTuple):
-    """Up to QUERIES queries.
+    """Up to QUERIES queries."""
 
-    Attributes:
-        texts: B texts.
-        targets: i32 [B], rows; -1 if no rank is needed.
-        exclude: i32 [B, X], excluded rows, padded with -1; never the target.
-        history: Histories of the queries; None for texts only.
-    """
-
-    texts: Sequence[str]
-    targets: np.ndarray
-    exclude: np.ndarray
-    history: History | None
+    texts: Sequence[str]  # B texts
+    targets: np.ndarray  # i32 [B], rows; -1 if no rank is needed
+    exclude: np.ndarray  # i32 [B, X], excluded rows, padded with -1; never the target
+    history: History | None  # histories of the queries; None for texts only
 
 
 def make_queries(

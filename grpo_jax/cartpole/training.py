@@ -74,17 +74,12 @@ class Carry(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of `Settings`.
+    """Pure functions of `Settings`."""
 
-    Attributes:
-        init: Key of a seed → the state at the start.
-        train: (state, iterations) → the state after them, their metrics f32 `[iterations]`, and `evaluate` of it.
-        evaluate: State → measures of the greedy policy, means over `EPISODES` fresh starts.
-    """
-
-    init: Callable[[jax.Array], Carry]
+    init: Callable[[jax.Array], Carry]  # key of a seed → the state at the start
+    # (state, iterations) → the state after them, their metrics f32 `[iterations]`, and `evaluate` of it
     train: Callable[[Carry, int], tuple[Carry, Metrics, Metrics]]
-    evaluate: Callable[[Carry], Metrics]
+    evaluate: Callable[[Carry], Metrics]  # state → measures of the greedy policy, means over `EPISODES` fresh starts
 
 
 def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:

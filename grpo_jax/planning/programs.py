@@ -157,17 +157,11 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 class Program(NamedTuple):
-    """A jitted function of a run, before compilation.
+    """A jitted function of a run, before compilation."""
 
-    Attributes:
-        function: The jitted function that a run calls.
-        arguments: Shapes of its arguments, with their shardings over a mesh.
-        turns: Tokens decoded by its loops of unknown length; 0 if there are none.
-    """
-
-    function: jax.stages.Wrapped
-    arguments: tuple[PyTree, ...]
-    turns: int = 0
+    function: jax.stages.Wrapped  # the jitted function that a run calls
+    arguments: tuple[PyTree, ...]  # shapes of its arguments, with their shardings over a mesh
+    turns: int = 0  # tokens decoded by its loops of unknown length; 0 if there are none
 
 
 class Work(NamedTuple):

@@ -33,19 +33,12 @@ _COMPLETIONS_SHOWN = 40  # completions of each shown iteration
 
 
 class RunEnd(NamedTuple):
-    """The contents of report.html that no other file of a run holds; report.json.
+    """The contents of report.html that no other file of a run holds; report.json."""
 
-    Attributes:
-        gallery: Pairs of texts or pictures.
-        episodes: Held-out episodes.
-        tables: The task's own tables first.
-        config: The configuration of the last process, as YAML.
-    """
-
-    gallery: Sequence[GalleryEntry] = ()
-    episodes: Sequence[EpisodeEntry] = ()
-    tables: Sequence[Table] = ()
-    config: str = ""
+    gallery: Sequence[GalleryEntry] = ()  # pairs of texts or pictures
+    episodes: Sequence[EpisodeEntry] = ()  # held-out episodes
+    tables: Sequence[Table] = ()  # the task's own tables first
+    config: str = ""  # the configuration of the last process, as YAML
 
 
 def write_report(

@@ -43,15 +43,11 @@ Notes = dict[str, Any]
 
 
 class Choices(NamedTuple):
-    """The allowed completions: a catalogue that the policy ranks by its own likelihood.
+    """The allowed completions: a catalogue that the policy ranks by its own likelihood."""
 
-    Attributes:
-        texts: Result of `Task.choices`; of texts with the same tokens, the first counts.
-        columns: (rows, indices int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
-            of each row's ranking, for rewards and measures.
-    """
-
-    texts: Sequence[str]
+    texts: Sequence[str]  # result of `Task.choices`; of texts with the same tokens, the first counts
+    # (rows, indices int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values} of each row's
+    # ranking, for rewards and measures
     columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[object]]]
 
 
@@ -119,21 +115,13 @@ class Chart(NamedTuple):
 
 
 class Display(NamedTuple):
-    """Display settings of a task's measures.
+    """Display settings of a task's measures."""
 
-    Attributes:
-        headline: Measures for the headline of the report; the first available one is used.
-        live: (metric, label) on the terminal during a run, beside those of all tasks.
-        charts: The first charts; later charts omit their metrics.
-        hidden: Measures that no chart shows.
-        digits: Decimals by measure, without its "@…"; 3 for others.
-    """
-
-    headline: tuple[str, ...] = ()
-    live: tuple[tuple[str, str], ...] = ()
-    charts: tuple[Chart, ...] = ()
-    hidden: tuple[str, ...] = ()
-    digits: Mapping[str, int] = {}
+    headline: tuple[str, ...] = ()  # measures for the headline of the report; the first available one is used
+    live: tuple[tuple[str, str], ...] = ()  # (metric, label) on the terminal during a run, beside those of all tasks
+    charts: tuple[Chart, ...] = ()  # the first charts; later charts omit their metrics
+    hidden: tuple[str, ...] = ()  # measures that no chart shows
+    digits: Mapping[str, int] = {}  # decimals by measure, without its "@…"; 3 for others
 
     def digits_of(self, measure: str) -> int:
         """Return the decimals of a measure."""
@@ -157,38 +145,24 @@ class Table(NamedTuple):
 
 
 class GalleryEntry(NamedTuple):
-    """A prompt and the trained policy's completion.
-
-    Attributes:
-        before: The picture of the unchanged prompt, uint8 [H, W, 3], or None.
-        after: That of the completion, from the same noise.
-        scores: Both texts' values by name.
-        shown: The prompt's own pictures.
-    """
+    """A prompt and the trained policy's completion."""
 
     prompt: str
     completion: str
-    before: Picture | None = None
-    after: Picture | None = None
-    scores: Mapping[str, tuple[float | None, float | None]] = {}
-    shown: Sequence[Picture] = ()
+    before: Picture | None = None  # the picture of the unchanged prompt, uint8 [H, W, 3], or None
+    after: Picture | None = None  # that of the completion, from the same noise
+    scores: Mapping[str, tuple[float | None, float | None]] = {}  # both texts' values by name
+    shown: Sequence[Picture] = ()  # the prompt's own pictures
 
 
 class ShownTurn(NamedTuple):
-    """A turn of a shown episode, with its parsed completion.
-
-    Attributes:
-        scores: Rewards and eval rewards by name, NaN if missing.
-        image: The rendered picture, uint8 [H, W, 3], or None.
-        observation: The environment's text; None if the episode ended.
-        pictures: The observation's pictures, uint8 [H, W, 3].
-    """
+    """A turn of a shown episode, with its parsed completion."""
 
     completion: str
-    scores: Mapping[str, float | None] = {}
-    image: Picture | None = None
-    observation: str | None = None
-    pictures: Sequence[Picture] = ()
+    scores: Mapping[str, float | None] = {}  # rewards and eval rewards by name, NaN if missing
+    image: Picture | None = None  # the rendered picture, uint8 [H, W, 3], or None
+    observation: str | None = None  # the environment's text; None if the episode ended
+    pictures: Sequence[Picture] = ()  # the observation's pictures, uint8 [H, W, 3]
 
 
 class EpisodeEntry(NamedTuple):
@@ -201,16 +175,11 @@ class EpisodeEntry(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """A task's further results of held-out evaluations, beside the means of every run.
+    """A task's further results of held-out evaluations, beside the means of every run."""
 
-    Attributes:
-        tables: Tables for report.html.
-        lines: Lines for the terminal.
-        records: Further entries of summary.json by name, such as "table"; empty ones are omitted.
-    """
-
-    tables: Sequence[Table] = ()
-    lines: Sequence[str] = ()
+    tables: Sequence[Table] = ()  # tables for report.html
+    lines: Sequence[str] = ()  # lines for the terminal
+    # further entries of summary.json by name, such as "table"; empty ones are omitted
     records: Mapping[str, Sequence[Mapping[str, Any]]] = {}
 
     @property
@@ -232,14 +201,10 @@ def of_turns(name: str, names: Collection[str]) -> bool:
 
 
 class Vocabulary(NamedTuple):
-    """The words of a new policy (policy.path "new").
+    """The words of a new policy (policy.path "new")."""
 
-    Attributes:
-        words: () → the words, most frequent first.
-        vectors: Width → initial embeddings of some words, f32 [width] by word; None for random ones.
-    """
-
-    words: Callable[[], Sequence[str]]
+    words: Callable[[], Sequence[str]]  # () → the words, most frequent first
+    # width → initial embeddings of some words, f32 [width] by word; None for random ones
     vectors: Callable[[int], Mapping[str, np.ndarray]] | None = None
 
 
@@ -334,18 +299,10 @@ class Task(Section):
 
 
 class Finished(NamedTuple):
-    """Results of a run that are shown at its end.
+    """Results of a run that are shown at its end."""
 
-    Attributes:
-        summary: Entries of summary.json.
-        lines: Lines for the terminal, below the measures.
-        tables: Tables for report.html, the task's own first.
-        gallery: Pairs of texts or pictures.
-        episodes: Held-out episodes.
-    """
-
-    summary: dict[str, Any]
-    lines: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    gallery: Sequence[GalleryEntry] = ()
-    episodes: Sequence[EpisodeEntry] = ()
+    summary: dict[str, Any]  # entries of summary.json
+    lines: Sequence[str] = ()  # lines for the terminal, below the measures
+    tables: Sequence[Table] = ()  # tables for report.html, the task's own first
+    gallery: Sequence[GalleryEntry] = ()  # pairs of texts or pictures
+    episodes: Sequence[EpisodeEntry] = ()  # held-out episodes

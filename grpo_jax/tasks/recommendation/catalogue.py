@@ -21,16 +21,12 @@ from grpo_jax.tasks.recommendation import EVENT_COLUMNS
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All items, in the order of their file: an item's position is its *row*, and `rows` maps its id to it.
-
-    Attributes:
-        titles: I titles, white space collapsed; "" if the file has none.
-        names: I strings, each item's own words in prompts and completions; () if the policy uses titles.
-    """
+    """All items, in the order of their file: an item's position is its *row*, and `rows` maps its id to it."""
 
     ids: tuple[str, ...]
-    titles: tuple[str, ...]
+    titles: tuple[str, ...]  # I titles, white space collapsed; "" if the file has none
     rows: dict[str, int]
+    # I strings, each item's own words in prompts and completions; () if the policy uses titles
     names: tuple[str, ...] = ()
 
     def __len__(self) -> int:

@@ -128,19 +128,14 @@ def _shuffled(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 class Dataset(NamedTuple):
-    """Data of the task.
-
-    Attributes:
-        users: All sequences, including held-out items: training and statistics must not use them.
-        known: Each user's training history (`Split`).
-        notes: Notes about rule-based changes.
-    """
+    """Data of the task."""
 
     catalogue: Catalogue
+    # all sequences, including held-out items: training and statistics must not use them
     users: tuple[UserSequence, ...]
-    known: tuple[UserSequence, ...]
+    known: tuple[UserSequence, ...]  # each user's training history (`Split`)
     prompts: PromptSet
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # notes about rule-based changes
 
 
 def sft_pairs(task: RecommendationFields, dataset: Dataset, seed: int) -> list[tuple[str, str]]:

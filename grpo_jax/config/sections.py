@@ -513,7 +513,9 @@ class SFTSection(Section):
     """Supervised fine-tuning before the first iteration; "before" is measured after it."""
 
     steps: Count = 0
-    """Supervised updates, on the task's pairs; 0 for none."""
+    """Supervised updates, on the task's pairs or the training rows with a `completion`; 0 for none."""
+    rows: Count = 0
+    """Pairs to use, the first ones; 0 for all."""
     batch: Length = 64
     """Pairs per update."""
     learning_rate: Positive = 1e-3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.core.aggregation import loss_normaliser
-from grpo_jax.errors import Stopped, UserError
+from grpo_jax.errors import Stopped, UserError, short_repr
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at
@@ -87,9 +88,11 @@ def run_sft(
     skipped, and their number is logged. Every checkpoint has `kept`, with "seconds" that include those since `clock`.
     """
     config, section = ctx.config, ctx.config.sft
-    if ctx.task_data.pairs is None:
-        raise UserError(f"sft.steps: expected 0, this task has no SFT pairs; got {section.steps}")
-    pairs = teachable(ctx, ctx.task_data.pairs(), info)
+    data = ctx.task_data
+    source = completion_pairs(data.prompts.train) if data.pairs is None else data.pairs()
+    if not (pairs := [*islice(source, section.rows or None)]):
+        raise UserError('sft.steps: expected 0, or training rows with a "completion" (data.columns.completion)')
+    pairs = teachable(ctx, pairs, info)
     most = f"at most {len(pairs)}, the number of SFT pairs"
     require(section.batch <= len(pairs), "sft.batch", most, section.batch)
     state, step = make_sft(ctx)
@@ -145,6 +148,23 @@ def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch],
     )
     state = init_state(policy.variables, optimizer, keep_reference=False, take_over=True)
     return commit_to_device(shard(state, policy.mesh)), step
+
+
+def completion_pairs(rows: Sequence[Row]) -> Iterator[Pair]:
+    """Yield the rows with a `completion`, each with its text.
+
+    As in TRL's prompt-completion data sets, a completion is a text or a list of one assistant message. UserError for
+    another value.
+    """
+    for row in rows:
+        match row.columns.get("completion"):
+            case str(text) | [{"role": "assistant", "content": str(text)}] if text:
+                yield row, text
+            case None | "":
+                continue
+            case value:
+                expected = "a text, or a list of one assistant message"
+                require(False, f"completion of row {row.id}", expected, short_repr(value))
 
 
 def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None]) -> Sequence[Pair]:

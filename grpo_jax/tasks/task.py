@@ -240,7 +240,7 @@ class TaskData:
         environment: The environment between two turns.
         report: Results beside the rewards.
         pairs: () → (prompt, completion) pairs for SFT. The prompt is a string or, with pictures, a row. Episodes are
-            (prompt, completion, observation, completion, …). None without SFT data.
+            (prompt, completion, observation, completion, …). None takes the rows with a `completion`.
         vocabulary: Vocabulary of a new policy; None if there is none.
         identity: Values besides the config that must not change when a run is resumed or evaluated.
         choices: The allowed completions; None for any text.

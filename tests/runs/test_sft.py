@@ -12,11 +12,20 @@ from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
+from grpo_jax.config.sections import (
+    DataSection,
+    PolicySection,
+    RewardSection,
+    SamplingSection,
+    SFTSection,
+    TrainingSection,
+)
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import Row
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.sft import run_sft
+from grpo_jax.runs.sft import completion_pairs, run_sft
+from grpo_jax.tasks.text_task import Text
 
 TEXT = "red soap"
 
@@ -100,6 +109,37 @@ def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):
     _, variables, said = taught("été", TEXT, "x" * 12 + "é")
     assert said[0].startswith("SFT: 1 of 3 pairs are left out") and "data.forbidden_tokens" in said[0]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
+
+
+def test_rows_with_a_completion_are_the_pairs(policy, tmp_path):
+    """A completion is a text or TRL's list of one assistant message; `sft.rows` takes the first rows that have one."""
+    message = [{"role": "assistant", "content": "blue"}]
+    rows = [("wool rug", None), (PROMPT, TEXT), ("oak desk", message), (PROMPT, "another text")]
+    records = [{"prompt": prompt, "answer": answer, "split": "train"} for prompt, answer in rows]
+    records += [{"prompt": "a", "split": "validation"}, {"prompt": "b", "split": "test"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = Config(
+        task=Text(),
+        policy=PolicySection(path=str(policy), remat="none"),
+        sft=SFTSection(steps=80, rows=2, batch=2, learning_rate=0.01),
+        data=DataSection(prompts=str(tmp_path / "pairs.jsonl"), columns={"completion": "answer"}),
+        sampling=SamplingSection(group_size=2, max_new_tokens=12),
+        training=TrainingSection(prompts_per_batch=2, max_steps=1),
+        rewards=[RewardSection(name="support.taught_task:brevity")],
+    )
+    ctx = load(config, info=lambda *_: None)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        variables, _ = run_sft(ctx, checkpoints, {"seconds": {}}, 0.0, lambda line: None)
+    tokens, mask, _ = ctx.fns.encode(plain_rows([PROMPT, "oak desk"]))
+    samples = ctx.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 2))
+    written = zip(np.asarray(samples.tokens), np.asarray(samples.mask), strict=True)
+    assert [ctx.policy.tokenizer.decode(row[own][:-1]) for row, own in written] == [TEXT, "blue"]
+
+
+@pytest.mark.parametrize("value", [["red"], [{"role": "user", "content": "red"}], {"content": "red"}])
+def test_a_completion_of_another_form_is_refused(value):
+    with pytest.raises(UserError, match="completion of row 7: expected a text, or a list of one assistant message"):
+        list(completion_pairs([Row(7, PROMPT, {"completion": value})]))
 
 
 def test_too_few_texts_that_can_be_written_are_refused(taught):

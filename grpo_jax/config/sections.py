@@ -242,8 +242,7 @@ class SamplingSection(Section):
 
     def __post_init__(self) -> None:
         self.require(all(self.stop), "stop", "texts that are not empty")
-        bounded = self.sampling_mask == "none" or (self.top_k > 0 and self.turns == 1)
-        self.require(bounded, "sampling_mask", "none without a top_k, and with several turns")
+        self.require(self.sampling_mask == "none" or self.top_k > 0, "sampling_mask", "none without a top_k")
 
     @property
     def written_tokens(self) -> int:

@@ -435,23 +435,26 @@ def join_turns(samples: Sequence[Samples], observed: Sequence[Encoded], length: 
     """
     parts = []
     for turn, one in enumerate(samples):
-        number = np.full_like(one.tokens, turn)
-        parts.append((one.tokens, one.mask, one.mask, one.logprobs, one.sampler_logprobs, number))
+        number, kept = np.full_like(one.tokens, turn), [] if one.kept is None else [one.kept]
+        parts.append((one.tokens, one.mask, one.mask, one.logprobs, one.sampler_logprobs, number, *kept))
         if turn + 1 < len(samples):
             tokens, there = observed[turn].tokens, observed[turn].mask
-            nothing = np.zeros(there.shape, np.float32)
-            parts.append((tokens, there, np.zeros_like(there), nothing, nothing, np.full_like(tokens, turn)))
-    whole = [np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)]
+            nothing, number = np.zeros(there.shape, np.float32), np.full_like(tokens, turn)
+            kept = [np.full((*there.shape, array.shape[-1]), -1, array.dtype) for array in kept]
+            parts.append((tokens, there, np.zeros_like(there), nothing, nothing, number, *kept))
+    whole = [np.concatenate(arrays, axis=2) for arrays in zip(*parts, strict=True)]
     order = np.argsort(~whole[1], axis=-1, kind="stable")
-    tokens, present, *others = (np.take_along_axis(array, order, axis=-1) for array in whole)
 
     def filled(array: np.ndarray, fill: int = 0) -> np.ndarray:
-        array = np.where(present, array, fill).astype(array.dtype)[..., :length]
-        missing = length - array.shape[-1]
-        return np.pad(array, ((0, 0), (0, 0), (0, missing)), constant_values=fill) if missing else array
+        """Move a row's tokens to its front, and fill the rest up to `length`."""
+        rest = (1,) * (array.ndim - 3)
+        array = np.take_along_axis(array, order.reshape(*order.shape, *rest), axis=2)
+        array = np.where(present.reshape(*order.shape, *rest), array, fill).astype(array.dtype)[:, :, :length]
+        widths = [(0, 0), (0, 0), (0, length - array.shape[2]), *[(0, 0) for _ in rest]]
+        return np.pad(array, widths, constant_values=fill)
 
-    mask, logprobs, sampler_logprobs, turns = map(filled, others)
+    present = np.take_along_axis(whole[1], order, axis=-1)
+    tokens, mask, logprobs, sampler_logprobs, turns = filled(whole[0], pad_id), *map(filled, whole[2:6])
+    kept = filled(whole[6], -1) if whole[6:] else None
     truncated = np.any([one.truncated for one in samples], axis=0)
-    return Samples(
-        filled(tokens, pad_id), mask, logprobs, sampler_logprobs, truncated, present=filled(present), turn=turns
-    )
+    return Samples(tokens, mask, logprobs, sampler_logprobs, truncated, filled(whole[1]), turns, kept)

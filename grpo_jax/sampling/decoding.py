@@ -140,9 +140,7 @@ def begin_completions(
     weights = decoding_weights(policy, variables, prefix.hidden.dtype)
     writer = make_writer(policy, params, ends, weights)
     cache = policy.init_cache(rows, group, cache_sizes(length)[0])
-    loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache)
-    if params.keep_mask:
-        loop = loop._replace(kept=jnp.full((rows, group, length, params.top_k), -1, jnp.int32))
+    loop = begin(prefix, group_keys(keys, group), ~real, params, ends, cache)
     # All G first tokens come from the prompt's last hidden state: P rows of logits, not P·G.
     return writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1)), weights
 
@@ -151,12 +149,12 @@ def begin(
     prefix: Prefix,
     keys: jax.Array,
     done: jax.Array,
-    length: int,
+    params: SamplingParams,
     ends: Ends,
     cache: Cache,
 ) -> Loop:
     """Return the state before the first token, for keys [P, G]; `done` completions [P] or [P, G] need no step."""
-    slab = (*keys.shape, length)
+    slab = (*keys.shape, params.max_new_tokens)
     return Loop(
         step=jnp.int32(0),
         prefix=prefix,
@@ -170,6 +168,7 @@ def begin(
         sampler_logprobs=jnp.zeros(slab, jnp.float32),
         place=None if ends.stops is None else jnp.full(keys.shape, START, jnp.int32),
         node=None if ends.trie is None else jnp.full(keys.shape, ROOT, jnp.int32),
+        kept=jnp.full((*slab, params.top_k), -1, jnp.int32) if params.keep_mask else None,
     )
 
 

@@ -96,7 +96,7 @@ def make_episode_sampler(
         hidden, cache = policy.extend(weights.unstacked, prefix, tokens, mask, cache, pictures)
         assert cache.rows is not None
         rows = cache.rows
-        loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache)
+        loop = begin(prefix, group_keys(keys, group), ~active, params, ends, cache)
         loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
         loop = run(writer.step, loop, length, half_of(count, length, ends))
         return loop.samples, _carried(loop, RowState(rows.mask[..., : size - length], rows.advance))

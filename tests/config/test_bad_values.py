@@ -96,7 +96,7 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --policy.lora.vision=true | policy.lora.vision: expected false without adapters
 --policy.lora.rank=2 --policy.lora.vision=true --policy.vision=train | policy.vision: expected frozen beside policy.lora
 --sampling.group_size=1 | sampling.group_size: expected at least 2 (a group is compared), got 1
---sampling.sampling_mask=keep | sampling.sampling_mask: expected none without a top_k, and with several turns
+--sampling.sampling_mask=keep | sampling.sampling_mask: expected none without a top_k
 --sampling.turns=2 --data.form=append | sampling.turns: expected 1 with data.form append, which continues the prompt
 --data.tools=[a.py:add] | sampling.turns: expected at least 2 with tools that are called
 --data.tools=[a.py:add] --sampling.turns=2 --task.environment=a.py:b | task.environment: expected nothing with data.too

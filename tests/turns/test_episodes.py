@@ -83,8 +83,8 @@ def make_environment(step=told, *, lenient=False, rewards=None, turns=TURNS, say
     )
 
 
-def sampler(architecture="llama", **more):
-    params = SamplingParams(GROUP, STEPS, 1.0)
+def sampler(architecture="llama", restrictions=MappingProxyType({}), **more):
+    params = SamplingParams(GROUP, STEPS, 1.0, **restrictions)
     given = {"eos_ids": ENDS, "pad_id": PAD, "allowed_tokens": ALLOWED, **more}
     return make_episode_sampler(tiny(architecture).policy, params, **given)
 
@@ -194,6 +194,20 @@ def test_the_updates_logprobs_are_the_samplers(architecture, rollout):
     for number, (p, g, turn, _, own) in enumerate(turns_apart(rollout)):
         places = mask[p, g] & (np.asarray(batch.turn)[p, g] == turn)
         np.testing.assert_allclose(came[p, g][places], alone[number, 0, : len(own)], atol=2e-5)
+
+
+def test_kept_tokens_of_every_turn_restrict_the_update():
+    """With a sampling mask, the update's log-probabilities are the restricted sampler's in each turn."""
+    model = tiny("llama")
+    rollout = play(sample=sampler(restrictions={"top_k": 4, "top_p": 0.9, "keep_mask": True}))
+    samples = rollout.samples
+    assert samples.kept.shape == (4, GROUP, STREAM, 4) and samples.turn[samples.mask].max() > 0
+    assert (samples.kept[~samples.mask] == -1).all()
+    batch, _ = batch_of(rollout, AlgorithmSection())
+    forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED)))
+    came, mask = np.asarray(forward(model.variables, batch).logprobs), np.asarray(batch.mask)
+    np.testing.assert_allclose(came[mask], samples.sampler_logprobs[samples.mask], atol=2e-5)
+    assert np.abs(samples.sampler_logprobs - samples.logprobs)[samples.mask].max() > 0.1
 
 
 def long_prompts(turns):

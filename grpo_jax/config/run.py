@@ -123,6 +123,8 @@ class Config(Section):
         section, algorithm = self.sampling, self.algorithm
         enough = section.group_size >= 2 or not algorithm.compares_groups
         self.require(enough, "sampling.group_size", "at least 2 (a group is compared)")
+        subsets = algorithm.advantage != "max_at_k" or 2 <= algorithm.best_of <= section.group_size
+        self.require(subsets, "algorithm.best_of", "2 to sampling.group_size with advantage 'max_at_k'")
         fits = algorithm.overlong_buffer <= section.max_new_tokens
         longest = f"at most sampling.max_new_tokens = {section.max_new_tokens}"
         self.require(fits, "algorithm.overlong_buffer", longest)

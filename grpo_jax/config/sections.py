@@ -286,6 +286,8 @@ class AlgorithmSection(Section):
     advantage: Literal["gdpo", *SUM_ESTIMATORS, "gae", "opd"] = "gdpo"  # type: ignore[valid-type]
     """Advantage estimator (docs/algorithms.md). "gdpo" normalises each reward in its group; "gae" is PPO (section ppo);
     "opd" distils the teacher on-policy and only logs the rewards; the others take the weighted sum of the rewards."""
+    best_of: Length = 4
+    """Completions of which "max_at_k" maximises the best reward (k; pass@k for rewards of 0 and 1)."""
     teacher: str = ""
     """Teacher of "opd", and the reference of kl_coef: folder or hub id of a policy with the same tokens. Empty for the
     reference."""

@@ -1,4 +1,4 @@
-"""Advantage estimators: group-relative, leave-one-out, RAFT, MaxRL, GDPO, REINFORCE++; and conditioned rewards.
+"""Advantage estimators: group-relative, leave-one-out, RAFT, MaxRL, max@k, GDPO, REINFORCE++; conditioned rewards.
 
 Rewards are `[P, G]`, or `[P, G, N]` before objectives are summed. NaN marks a missing reward. It enters no statistic;
 a sum of objectives replaces it by the group's mean (`sum_rewards`). A group without signal has fewer than two present
@@ -6,6 +6,7 @@ rewards, or equal ones. It gives exactly 0, not rounding noise divided by eps. S
 standard deviations plus eps.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -171,6 +172,42 @@ def maxrl_advantages(rewards: ArrayLike) -> jax.Array:
     return safe_divide(_centred(rewards), group_mean(rewards, ~jnp.isnan(rewards)))
 
 
+def max_at_k_advantages(rewards: ArrayLike, *, k: int) -> jax.Array:
+    """Compute PKPO's advantages, which maximise the expected best reward of k completions (pass@k for 0 and 1).
+
+        A[p, g] = G · Σ_S (max S - max S \\ g) / C(G, k),   S: the sets of k completions with g
+                = G · Σ_(j < rank of g) C(j - 1, k - 2) (r[p, g] - r_j) / C(G, k),   r_1 ≤ r_2 ≤ … sorted
+
+    Their mean with ∇ log π is an unbiased gradient; max S \\ g is the baseline. From "Pass@K Policy Optimization"
+    (https://arxiv.org/abs/2505.15201), with "loo minus one" as the baseline.
+
+    Args:
+        rewards: `[P, G]`, floating; NaN is missing, and G the number of present rewards.
+        k: from 2 to G.
+
+    Returns:
+        `[P, G]`, at least float32; 0 in a group with fewer than k rewards.
+
+    Raises:
+        ValueError: another rank, or a k out of range.
+    """
+    rewards = _as_rewards(rewards, 2)
+    group = rewards.shape[1]
+    if not 2 <= k <= group:
+        raise ValueError(f"k must be from 2 to {group}, the completions per prompt, got {k}")
+    sets = [
+        [n * math.comb(j, k - 2) / math.comb(n, k) if j < n >= k else 0.0 for j in range(group)]
+        for n in range(group + 1)
+    ]
+    present = ~jnp.isnan(rewards)
+    order = jnp.argsort(jnp.where(present, rewards, jnp.inf), axis=1)
+    ranked = jnp.take_along_axis(select(present, rewards), order, axis=1)
+    weights = jnp.asarray(sets, rewards.dtype)[present.sum(axis=1)]
+    gains = (ranked[:, :, None] - ranked[:, None, :]) * weights[:, None, :]
+    by_rank = jnp.sum(jnp.tril(gains, -1), axis=2)
+    return select(present, jnp.take_along_axis(by_rank, jnp.argsort(order, axis=1), axis=1))
+
+
 def distillation_advantages(teacher_logprobs: ArrayLike, logprobs: ArrayLike, mask: ArrayLike) -> jax.Array:
     """Compute the advantages of on-policy distillation: each token's log ratio of teacher to policy.
 
@@ -231,6 +268,7 @@ SUM_ESTIMATORS: dict[str, Callable[..., jax.Array]] = {
     "grpo": group_advantages,
     "rloo": leave_one_out_advantages,
     "raft": raft_advantages,
+    "max_at_k": max_at_k_advantages,
     "maxrl": maxrl_advantages,
     "batch": batch_whitened_advantages,
 }

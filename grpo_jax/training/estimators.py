@@ -178,6 +178,8 @@ def estimate_advantages(
     options = {"eps": section.advantage_eps} if section.advantage in ("grpo", "batch") else {}
     if section.advantage == "grpo":
         options["scale"] = section.scale or losses.PRESET_SCALES[section.preset]
+    if section.advantage == "max_at_k":
+        options["k"] = section.best_of
     return SUM_ESTIMATORS[section.advantage](summed, **options)
 
 

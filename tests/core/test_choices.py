@@ -1,12 +1,15 @@
 """Estimators with a paper of their own, against TRL's code or a loop written from the equation."""
 
+import itertools
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.oracle import policy_batch
 
-from grpo_jax.core.advantages import distillation_advantages, maxrl_advantages
+from grpo_jax.core.advantages import distillation_advantages, max_at_k_advantages, maxrl_advantages
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.losses import PRESETS, EntropyControl, adapt_entropy_coef, grpo_loss
 from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
@@ -59,6 +62,43 @@ def test_maxrl_is_the_loop(x64):
             expected[p, g] = 0 if np.isnan(r) or mean == 0 else (r - mean) / mean
     np.testing.assert_allclose(jax.jit(maxrl_advantages)(rewards), expected, atol=1e-12)
     assert expected[1, 1] == 3
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_max_at_k_is_the_mean_over_all_sets(x64, k):
+    """Each set gives its best reward minus the best without this completion; a missing reward is in no set."""
+    rewards = np.random.default_rng(k).normal(size=(5, 6))
+    rewards[1, [0, 4]], rewards[2], rewards[3, 1:] = np.nan, [0, 1, 1, 0, 0, 0], np.nan
+    rewards[4, :3] = rewards[4, 3]
+    expected = np.zeros(rewards.shape)
+    for p, group in enumerate(rewards):
+        present = np.flatnonzero(~np.isnan(group))
+        sets = list(itertools.combinations(present, k))
+        for g, members in itertools.product(present, sets):
+            if g in members:
+                others = max(group[member] for member in members if member != g)
+                expected[p, g] += len(present) * (max(group[[*members]]) - others) / len(sets)
+    advantages = jax.jit(partial(max_at_k_advantages, k=k))(rewards)
+    np.testing.assert_allclose(advantages, expected, atol=1e-12)
+    assert (np.asarray(advantages)[3] == 0).all()
+
+
+def test_the_gradient_of_max_at_k_is_that_of_the_expected_best(x64):
+    """Over all groups of 3 of a policy with 4 answers, with their probabilities."""
+    values, groups = np.array([0.3, -1.0, 2.0, 0.5]), np.array(list(itertools.product(range(4), repeat=3)))
+
+    def expected_best(logits):
+        pairs = jnp.asarray(list(itertools.product(range(4), repeat=2)))
+        best = jnp.asarray(values)[pairs].max(axis=1)
+        return jnp.sum(jnp.exp(jax.nn.log_softmax(logits)[pairs].sum(axis=1)) * best)
+
+    def surrogate(logits):
+        logprobs = jax.nn.log_softmax(logits)[groups]
+        weights = jax.lax.stop_gradient(jnp.exp(logprobs.sum(axis=1)))
+        return jnp.sum(weights * jnp.mean(max_at_k_advantages(values[groups], k=2) * logprobs, axis=1))
+
+    logits = jnp.asarray([0.1, 0.7, -0.4, 0.0])
+    np.testing.assert_allclose(jax.grad(surrogate)(logits), jax.grad(expected_best)(logits), atol=1e-12)
 
 
 def test_bounds_in_probability_have_the_gradients_of_verl_and_unirl(x64):

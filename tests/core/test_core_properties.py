@@ -105,6 +105,7 @@ TABLE = {
     "leave_one_out_advantages": lambda p: advantages.leave_one_out_advantages(p["rewards"][..., 0]),
     "raft_advantages": lambda p: advantages.raft_advantages(p["rewards"][..., 0]),
     "maxrl_advantages": lambda p: advantages.maxrl_advantages(abs(p["rewards"][..., 0])),
+    "max_at_k_advantages": lambda p: advantages.max_at_k_advantages(p["rewards"][..., 0], k=2),
     "sum_rewards": lambda p: advantages.sum_rewards(p["rewards"], weights=(0.5, 2.0)),
     "condition_rewards": lambda p: advantages.condition_rewards(p["rewards"], [Condition(0, 1, 0.5)]),
     "groups_without_signal": lambda p: advantages.groups_without_signal(p["rewards"]),
@@ -177,7 +178,7 @@ def test_arrays_of_other_types_are_named():
     weighed = parts | {"mask": parts["mask"].astype(np.float32)}
     maskless = {"group_advantages", "batch_whitened_advantages", "leave_one_out_advantages", "sum_rewards"}
     maskless |= {"condition_rewards", "groups_without_signal", "groups_with_signal"}
-    maskless |= {"raft_advantages", "maxrl_advantages", "kl_divergence", "overlong_penalty"}
+    maskless |= {"raft_advantages", "maxrl_advantages", "max_at_k_advantages", "kl_divergence", "overlong_penalty"}
     for name, function in TABLE.items():
         if name not in ("overlong_penalty", "without_truncated"):
             with pytest.raises(TypeError, match="must be of a floating type, got int32"):

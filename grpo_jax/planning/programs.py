@@ -290,7 +290,7 @@ def count_work(program: Program, devices: int = 1) -> Work:
     """Return a device's share of a program's work; its bytes are at least those of its arguments.
 
     Loops of unknown length decode tokens: those over the most rows have `program.turns` iterations in total. Loops over
-    fewer rows run only after half of the prompts are done, and count 0.
+    fewer rows run only after other completions have ended, and count 0.
     """
     traced = program.function.trace(*program.arguments).jaxpr.jaxpr
     jaxpr, _ = dce_jaxpr(traced, [True] * len(traced.outvars))  # without unused products

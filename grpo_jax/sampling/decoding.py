@@ -32,9 +32,10 @@ Array = jax.Array | np.ndarray
 START = 0
 """The state of a text without a token among stop strings; tokenizers may write a text's first token otherwise."""
 
-# Each cache size, and half of the prompts, needs another compilation of the step, so only long completions use them.
+# Each cache size, and each number of rows, needs another compilation of the step, so only long completions use them.
 _CACHE_STEP = 64  # tokens per cache size
 _CACHE_SIZES = 4  # maximum number of sizes
+_ROW_SHARES = 4, 16  # a quarter of the rows, a sixteenth
 _HALVING = 32  # tokens above which the lengths of completions differ enough
 
 
@@ -182,6 +183,11 @@ def unfinished(loop: Loop) -> jax.Array:
     return jnp.sum(~jnp.all(loop.done, axis=1))
 
 
+def unfinished_rows(loop: Loop) -> jax.Array:
+    """Return the number of completions that continue, int32."""
+    return jnp.sum(~loop.done)
+
+
 def unfinished_first(done: jax.Array, rows: int) -> jax.Array:
     """Return the indices of `rows` prompts, those that continue first."""
     return jnp.argsort(jnp.all(done, axis=1), stable=True)[:rows]
@@ -207,8 +213,14 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, half: int) -> Loop
     return with_rows(loop, order, few)
 
 
-def run_until(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, above: int) -> Loop:
-    """Step until `until` tokens, while more than `above` prompts continue.
+def run_until(
+    step: Callable[[Loop], Loop],
+    loop: Loop,
+    until: int | jax.Array,
+    above: int,
+    remaining: Callable[[Loop], jax.Array] = unfinished,
+) -> Loop:
+    """Step until `until` tokens, while more than `above` prompts continue, or rows (`unfinished_rows`).
 
     The carried cache has no axes of size 1 (`write_cache`).
     """
@@ -220,15 +232,29 @@ def run_until(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, 
         return carried._replace(cache=jax.tree.map(lambda x, like: x.reshape(like.shape), carried.cache, loop.cache))
 
     def goes_on(carried: Loop) -> jax.Array:
-        return (carried.step < until) & (unfinished(carried) > above)
+        return (carried.step < until) & (remaining(carried) > above)
 
     return whole(lax.while_loop(goes_on, lambda carried: slim(step(whole(carried))), slim(loop)))
 
 
+def _end_apart(length: int, ends: Ends) -> bool:
+    return (bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None) and length > _HALVING
+
+
 def half_of(rows: int, length: int, ends: Ends) -> int:
     """Return how many prompts may continue alone; 0 for completions that are short or end together."""
-    unequal = (bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None) and length > _HALVING
-    return rows // 2 if unequal else 0
+    return rows // 2 if _end_apart(length, ends) else 0
+
+
+def row_counts(prompts: tuple[int, int], params: SamplingParams, ends: Ends) -> tuple[int, ...]:
+    """Return the numbers of rows to which a batch shrinks as completions end, for prompts of shape (P, L).
+
+    A row then has its own copy of the prompt's keys and values. No count takes more memory than the whole cache.
+    """
+    (number, longest), length = prompts, params.max_new_tokens
+    rows = number * params.group_size if _end_apart(length, ends) else 0
+    counts = (rows // share for share in _ROW_SHARES)
+    return tuple(few for few in counts if few > 1 and few * (longest + length) <= rows * length)
 
 
 def cache_sizes(length: int) -> list[int]:

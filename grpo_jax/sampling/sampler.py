@@ -27,15 +27,13 @@ from grpo_jax.sampling.decoding import (
     Weights,
     begin_completions,
     cache_sizes,
-    half_of,
     make_ends,
     make_writer,
     move,
+    row_counts,
     rows_of,
     run_until,
-    unfinished,
-    unfinished_first,
-    with_rows,
+    unfinished_rows,
     write_completions,
 )
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -54,7 +52,7 @@ def make_sampler(
     """Make the function that samples completions.
 
     It is compiled once per bucket of shapes: `bucket_size` rounds P and L up, T is fixed. It stops as soon as every
-    completion has ended. Each size of the cache, and half of the prompts, has a program that is compiled when first
+    completion has ended. Each size of the cache, and each of `row_counts`, has a program that is compiled when first
     needed; a mesh has one program. Random numbers of completion g at step t come from
     fold_in(fold_in(keys[p], g), t). They do not depend on the other prompts of the batch.
 
@@ -83,15 +81,16 @@ def make_sampler(
         return alike._replace(stops=limits[0], trie=limits[1])
 
     def advance(limits, weights: Weights, loop: Loop, until: int, above: int) -> State:
-        loop = run_until(make_writer(policy, params, ends(limits), weights).step, loop, until, above)
-        return State(loop.samples, loop, unfinished(loop))
+        step = make_writer(policy, params, ends(limits), weights).step
+        loop = run_until(step, loop, until, above, unfinished_rows)
+        return State(loop.samples, loop, unfinished_rows(loop))
 
     @jax.jit
     def start(limits, variables: Variables, *prompts: PyTree) -> tuple[State, Weights]:
         batch = PromptBatch(*prompts)
         loop, weights = begin_completions(policy, params, ends(limits), variables, batch)
-        half = half_of(len(batch.tokens), params.max_new_tokens, ends(limits))
-        return advance(limits, weights, loop, sizes[0], half), weights
+        counts = row_counts(batch.tokens.shape, params, ends(limits))
+        return advance(limits, weights, loop, sizes[0], max(counts, default=0)), weights
 
     go_on = jax.jit(advance, static_argnames=("until", "above"), donate_argnames="loop")
 
@@ -100,13 +99,13 @@ def make_sampler(
         return write_completions(policy, params, ends(limits), variables, PromptBatch(*prompts)).samples
 
     def sample(variables: Variables, *prompts: PyTree) -> Samples:
-        half = half_of(len(prompts[0]), params.max_new_tokens, ends(limits))
-        # Tracing cannot tell how many prompts continue.
+        counts = row_counts(prompts[0].shape, params, ends(limits))
+        # Tracing cannot tell how many completions continue.
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(variables))
-        if traced or getattr(policy, "mesh", None) is not None or (len(sizes) == 1 and not half):
+        if traced or getattr(policy, "mesh", None) is not None or (len(sizes) == 1 and not counts):
             return write(limits, variables, *prompts)
         state, weights = start(limits, variables, *prompts)
-        return decode_on(policy, state, sizes, half, functools.partial(go_on, limits, weights))
+        return decode_on(policy, state, sizes, counts, functools.partial(go_on, limits, weights))
 
     return over_buckets(sample, policy, alike.pad_id, params.max_new_tokens)
 
@@ -116,27 +115,32 @@ class State(NamedTuple):
 
     samples: Samples
     loop: Loop
-    left: jax.Array  # int32, the prompts that continue
+    left: jax.Array  # int32, the completions that continue
 
 
-def decode_on(policy: Policy, state: State, sizes: Sequence[int], half: int, go_on: Callable[..., State]) -> Samples:
-    """Decode to the end, in caches of these sizes, and with half of the prompts once half have ended."""
-    everyone, order = state.samples, None
+def decode_on(
+    policy: Policy, state: State, sizes: Sequence[int], counts: Sequence[int], go_on: Callable[..., State]
+) -> Samples:
+    """Decode to the end, in caches of these sizes, and with fewer rows (`row_counts`) as completions end."""
+    everyone, index = state.samples, None
     size, *larger = sizes
     while left := int(state.left):
         loop = state.loop
-        if left <= half:
-            everyone, order, half = state.samples, _first(loop.done, half), 0
-            cache = _one_by_one(functools.partial(_rows, order=order), loop.cache)
-            loop = _rows(loop._replace(cache=()), order)._replace(cache=cache)
+        if rows := min((count for count in counts if count >= left), default=0):
+            counts = [count for count in counts if count < rows]
+            order = _unfinished_first(loop.done, rows)
+            everyone = _merged(everyone, index, state.samples)
+            index = order if index is None else index[order]
+            cache = _one_by_one(functools.partial(_cache_rows, order=order), loop.cache)
+            loop = _loop_rows(loop._replace(cache=()), order)._replace(cache=cache)
         elif larger:
             size = larger.pop(0)
             shapes = jax.eval_shape(functools.partial(policy.init_cache, *loop.done.shape, size))
             loop = loop._replace(cache=_one_by_one(_enlarged, loop.cache, shapes))
         else:
             break
-        state = go_on(loop, until=size, above=half)
-    return state.samples if order is None else _merged(everyone, order, state.samples)
+        state = go_on(loop, until=size, above=max(counts, default=0))
+    return _merged(everyone, index, state.samples)
 
 
 def _one_by_one(change: Callable[..., jax.Array], cache: PyTree, *shapes: PyTree) -> PyTree:
@@ -152,10 +156,40 @@ def _one_by_one(change: Callable[..., jax.Array], cache: PyTree, *shapes: PyTree
     return jax.tree.map(changed, cache, *shapes)
 
 
-_first = jax.jit(unfinished_first, static_argnums=1)
-_rows = jax.jit(rows_of)
+def _take(array: jax.Array, order: jax.Array) -> jax.Array:
+    """Return the rows `order` of P · G of an array [P, G, ..], as [R, 1, ..]."""
+    return array.reshape(-1, *array.shape[2:])[order][:, None]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unfinished_first(done: jax.Array, rows: int) -> jax.Array:
+    return jnp.argsort(done.reshape(-1), stable=True)[:rows]
+
+
+@jax.jit
+def _loop_rows(loop: Loop, order: jax.Array) -> Loop:
+    """Return the rows of a loop without its cache; each is a prompt with one completion."""
+    taken = jax.tree.map(lambda x: _take(x, order), loop._replace(prefix=(), step=()))
+    return taken._replace(prefix=rows_of(loop.prefix, order // loop.done.shape[1]), step=loop.step)
+
+
+@jax.jit
+def _cache_rows(array: jax.Array, order: jax.Array) -> jax.Array:
+    """Return the rows of a layer's cache [P, K, G, ..]."""
+    return jnp.moveaxis(_take(jnp.moveaxis(array, 2, 1), order), 1, 2)
+
+
+@jax.jit
+def _merged(everyone: Samples, index: jax.Array | None, samples: Samples) -> Samples:
+    """Put the samples of rows `index`, or of all, in their places."""
+    if index is None:
+        return samples
+    return jax.tree.map(
+        lambda x, few: x.reshape(-1, *x.shape[2:]).at[index].set(few[:, 0]).reshape(x.shape), everyone, samples
+    )
+
+
 _enlarged = jax.jit(lambda array, shape: move(array, jnp.zeros(shape.shape, shape.dtype)), static_argnums=1)
-_merged = jax.jit(with_rows)
 
 
 _cached_sampler = functools.lru_cache(maxsize=8)(make_sampler)

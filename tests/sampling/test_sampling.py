@@ -194,22 +194,22 @@ def test_decoding_stops_when_every_completion_has_ended():
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
     assert policy.decoded == []
-    assert policy.compiled == 1  # neither for a larger cache nor for half of the prompts
+    assert policy.compiled == 1  # neither for a larger cache nor for fewer rows
 
 
-def test_a_batch_is_halved_once_few_enough_go_on():
-    """Groups end one after the other: whole steps as long as more than half of the prompts write, then half ones."""
+def test_rows_leave_the_batch_as_completions_end():
+    """Decode all 32 rows, a quarter once at most 8 continue, and a sixteenth once at most 2 continue."""
     logits = np.full((VOCABULARY, VOCABULARY), -100, np.float32)
     logits[np.arange(VOCABULARY), np.maximum(np.arange(VOCABULARY) - 1, EOS)] = 0  # counts down to the end
     policy = Counted()
     sample = make_sampler(policy, SamplingParams(2, 70), eos_ids=(EOS,), pad_id=PAD)
-    lengths = [20, 60, 5, 90]
-    given, variables = (*prompts(np.array(lengths) + 1), keys_for(range(4))), {"table": jnp.asarray(logits)}
+    lengths = [20, 60, *[5] * 12, 90, 45]
+    given, variables = (*prompts(np.array(lengths) + 1), keys_for(range(16))), {"table": jnp.asarray(logits)}
     samples = sample(variables, *given)
     jax.effects_barrier()
-    np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), [[n, n] for n in (20, 60, 5, 70)])
-    np.testing.assert_array_equal(samples.truncated, [[False] * 2] * 3 + [[True] * 2])
-    assert policy.decoded == [4] * 19 + [2] * 50  # the first token of each comes from the prompt
+    np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), [[min(n, 70)] * 2 for n in lengths])
+    np.testing.assert_array_equal(samples.truncated, [[n > 70] * 2 for n in lengths])
+    assert policy.decoded == [32 // 2] * 4 + [8] * 55 + [2] * 10  # the first token of each comes from the prompt
     jax.tree.map(np.testing.assert_array_equal, samples, jax.jit(lambda tree: sample(tree, *given))(variables))
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from bridges import ray_cluster
 from bridges.ray_pool import start_actors
-from bridges.retrieval import Retriever, encoders, service
+from bridges.retrieval import encoders, service
 from bridges.retrieval.catalogue import read_catalogue_file
 from grpo_jax.config.judge import PoolSection
 from grpo_jax.errors import Parser, UserError, run_cli
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Start a service, test it, and wait for Ctrl-C or SIGTERM; UserError if the cluster has one, or no room for it."""
+    """Start a service, and wait for Ctrl-C or SIGTERM; UserError if the cluster has one, or no room for it."""
     parser = Parser("python -m bridges.retrieval", description="A retrieval service on Ray.")
     parser.add_argument("command", choices=["serve"], help="start a service that runs until Ctrl-C")
     parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
@@ -38,10 +38,8 @@ def serve(arguments: Sequence[str]) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # after the start of Ray, which sets its own handlers
         signal.signal(number, lambda *_: stop.set())
-    share = Retriever(backend).self_test(titles)
     print(f"cluster     {ray_cluster.cluster_address()}")
     print(f"catalogue   {backend.fingerprint.catalogue}, by {asked.encoder} ({backend.fingerprint.encoder})")
-    print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
     print(f"serving     in {asked.replicas} actors; Ctrl-C ends it", flush=True)
     stop.wait()
 

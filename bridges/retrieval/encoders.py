@@ -121,11 +121,10 @@ def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> En
 
 
 def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
-    """Encode all titles, equal ones once; RetrievalError names the first with a NaN or infinite vector."""
+    """Encode all titles, equal ones once."""
     texts = sorted(set(titles), key=lambda text: (len(text), text))  # a batch is padded to its longest text
     parts = [encoder.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
     vectors = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else sparse.vstack(parts, format="csr")
-    check_finite(vectors, texts)
     place = {text: row for row, text in enumerate(texts)}
     return vectors[[place[title] for title in titles]]
 
@@ -139,13 +138,6 @@ def directions(sums: Vectors) -> Vectors:
         return sums
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     return np.divide(sums, lengths, out=np.zeros_like(sums), where=lengths > 0)
-
-
-def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
-    """Raise RetrievalError naming the first text whose vector is not finite."""
-    finite = np.isfinite(np.asarray(vectors.sum(1)).reshape(-1))
-    if not finite.all():
-        raise RetrievalError(f"the encoder's vector of {texts[int(np.argmin(finite))]!r} is not finite")
 
 
 def _parts_of(model) -> Iterable[bytes | str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.encoders import Encoder, Index, Vectors, check_finite, directions, load_encoder, open_index
+from bridges.retrieval.encoders import Encoder, Index, Vectors, directions, load_encoder, open_index
 from grpo_jax.config.sections import RetrievalSection
 
 QUERIES = 64
@@ -150,9 +150,7 @@ class LocalBackend:
 
     def _query_vectors(self, queries: Queries) -> Vectors:
         """Return unit(text), or unit(unit(text) + a · unit(history)) with a history: f32 [B, E]."""
-        texts = self._encoder.encode(queries.texts)
-        check_finite(texts, queries.texts)
-        vectors = directions(texts)
+        vectors = directions(self._encoder.encode(queries.texts))
         if queries.history is None:
             return vectors
         rows, weight, decay = queries.history

@@ -14,7 +14,7 @@ import numpy as np
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RetrievalSection, RewardSection
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
@@ -49,11 +49,13 @@ def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
     setup.info("catalogue", f"{task.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
     for note in dataset.notes:
         setup.info("", note)
-    required = 0.9 if task.writes == "query" else 0.0
-    retrieval, retriever, share = open_retriever(task.retrieval, catalogue.titles, required=required)
+    retrieval = own_package("bridges", "retrieval")
+    try:
+        retriever = retrieval.open_retriever(catalogue.titles, task.retrieval)
+    except retrieval.RetrievalError as error:
+        raise UserError(f"task.retrieval: {error}") from error
     where = "in this process" if task.retrieval.backend == "local" else "by a service over Ray"
-    line = f"{task.retrieval.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"
-    setup.info("retrieval", line)
+    setup.info("retrieval", f"{task.retrieval.encoder}, {where}")
 
     items = None if task.writes == "query" else items_of(catalogue.written)
     prior = make_prior(task.prior, catalogue.titles, dataset.known) if items and task.prior.used else None
@@ -136,17 +138,6 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
     return {item_word(row): vector for row, vector in enumerate(vectors)}
 
 
-def open_retriever(section: RetrievalSection, titles: Sequence[str], *, required: float) -> tuple[Any, Any, float]:
-    """Return `bridges.retrieval`, a retriever, and the share of titles (at least `required`) that find themselves."""
-    retrieval = own_package("bridges", "retrieval")
-    try:
-        return retrieval, *retrieval.open_retriever(titles, section, self_test=required)
-    except retrieval.RetrievalError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"task.retrieval: {error}") from error
-
-
 class Recommended(NamedTuple):
     """An item, by its id in the catalogue; scores are comparable within one answer, higher is better."""
 
@@ -186,13 +177,10 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
     row_of = _names(items)
 
     def rows_of(where: str, names: Sequence[str], note: Callable[[str], None]) -> list[int]:
-        rows = []
-        for name in names:
-            try:
-                rows.append(row_of(name))
-            except UserError as error:
-                note(f"{where}: {error}")
-        return rows
+        rows = [row_of(name) for name in names]
+        for name in (name for name, row in zip(names, rows, strict=True) if row is None):
+            note(f"{where}: no item is called {one_line(repr(name), 80)}")
+        return [row for row in rows if row is not None]
 
     def recommend(
         history: Sequence[str],
@@ -216,8 +204,8 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
     return recommend
 
 
-def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """Return title or id → the first item of that name; UserError if there is none.
+def _names(catalogue: Catalogue) -> Callable[[str], int | None]:
+    """Return title or id → the first item of that name; None if there is none.
 
     Titles match regardless of case, marks and Unicode form (NFKC).
     """
@@ -227,14 +215,7 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
 
     titles = {spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
     titles.pop("", None)
-
-    def row_of(title: str) -> int:
-        row = catalogue.rows.get(title, titles.get(spelled(title)))
-        if row is None:
-            raise UserError(f"no item is called {one_line(repr(title), 80)}")
-        return row
-
-    return row_of
+    return lambda title: catalogue.rows.get(title, titles.get(spelled(title)))
 
 
 def policy_ranking(

@@ -50,7 +50,7 @@ class Recommendation(RecommendationFields):
         return items_of(load_dataset(self, config.data.columns).catalogue.written).texts
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Read the data and open the retriever, which runs its self-test."""
+        """Read the data and open the retriever."""
         from grpo_jax.tasks.recommendation.loading import load_task
 
         return load_task(self, setup)

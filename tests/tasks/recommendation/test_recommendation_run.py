@@ -99,7 +99,7 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
         after, before = (table[f"policy, {when}{kind}"]["NDCG@100"]["mean"] for when in ("after", "before"))
         assert row["NDCG@100"]["mean"] == pytest.approx(after - before, abs=1e-12)
         assert row["method"] in report and row["method"] in log
-    assert "self-test: 100.0% of titles" in log and "SFT 3/3" in log and "epoch" in log
+    assert "retrieval  tfidf, in this process" in log and "SFT 3/3" in log and "epoch" in log
 
 
 def test_a_new_policy_learns_and_is_exported(folder, summary):
@@ -181,7 +181,7 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
         return count(backend, parts)
 
     monkeypatch.setattr(LocalBackend, "count", dying)
-    monkeypatch.setattr(retrieval, "ATTEMPTS", 1)
+    monkeypatch.setattr(retrieval, "PAUSES", ())
     with pytest.raises(
         StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; continue with resume=True and run_dir"
     ):

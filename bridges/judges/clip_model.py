@@ -24,11 +24,7 @@ class ClipModel(ModelJudge):
     """Pictures or texts per batch."""
 
     def load(self, device: str) -> Scorer:
-        """Load the model with its tokenizer and image processor on "cpu" or "gpu:N".
-
-        Raises:
-            UserError: No such model, or a missing or broken file.
-        """
+        """Load the model with its tokenizer and image processor on "cpu" or "gpu:N"; UserError without one."""
         from transformers import AutoTokenizer, CLIPModel
 
         from bridges.clip import Scorer

@@ -49,11 +49,7 @@ class ObjectDetection(ModelJudge):
     """Pictures per batch."""
 
     def load(self, device: str) -> Detector:
-        """Load the detector on "cpu" or "gpu:N".
-
-        Raises:
-            UserError: There is no such object detector, or weights are missing, broken, or not safetensors.
-        """
+        """Load the detector on "cpu" or "gpu:N"; UserError without one, or without safetensors of all weights."""
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
         from bridges.loading import load_complete, load_part, torch_device

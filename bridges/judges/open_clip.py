@@ -30,11 +30,7 @@ class OpenClip(Judge):
         self._open_clip_name()
 
     def load(self, device: str) -> Scorer:
-        """Load the model on "cpu" or "gpu:N".
-
-        Raises:
-            UserError: The model is unknown, or its weights or the head's are missing, broken, or not safetensors.
-        """
+        """Load the model on "cpu" or "gpu:N"; UserError if it is unknown, or weights are missing or not safetensors."""
         import open_clip
 
         from bridges.clip import Scorer

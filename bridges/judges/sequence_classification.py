@@ -37,11 +37,7 @@ class SequenceClassification(ModelJudge):
         self._column(config)
 
     def load(self, device: str) -> RewardModel:
-        """Load the model on "cpu" or "gpu:N".
-
-        Raises:
-            UserError: There is no such model or label, or weights are missing, broken, or not safetensors.
-        """
+        """Load the model on "cpu" or "gpu:N"; UserError without such a model, label or safetensors."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from bridges.loading import load_complete, load_config, load_part, torch_device
@@ -90,16 +86,9 @@ class RewardModel:
         messages: Sequence[Sequence[Message]] | None = None,
         **columns: object,
     ) -> torch.Tensor:
-        """Return the model's score of each completion for its prompt.
+        """Return the model's score of each completion for its prompt, float32 [B]; the caller refuses NaN.
 
-        Args:
-            prompts: B strings.
-            completions: B strings.
-            messages: B conversations in place of the prompts, if the data have them; lists of chat messages.
-            **columns: Ignored.
-
-        Returns:
-            float32 [B], the output of the model's head; the caller refuses NaN.
+        `messages` are B conversations, if the data have them: lists of chat messages in place of the prompts.
         """
         import torch
 

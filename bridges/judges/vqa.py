@@ -41,9 +41,7 @@ class Vqa(ModelJudge):
     def load(self, device: str) -> Answerer:
         """Load the model with its processor on "cpu" or "gpu:N".
 
-        Raises:
-            UserError: There is no such model, it has no pictures or chat template, or weights are missing, broken, or
-                not safetensors.
+        UserError without such a model, pictures, a chat template, or all weights as safetensors.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -82,31 +80,28 @@ class Answerer:
         return self.yes(images, [self._config.question.replace(PROMPT, text) for text in texts])
 
     def yes(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
-        """Return the probability that the model's reply to each question begins with the answer.
+        """Return the probability that the model's reply to each of B questions begins with the answer, float32 [B].
 
-        Args:
-            images: Float [B, 3, H, W] in [0, 1], on any device.
-            questions: B texts.
-
-        Returns:
-            float32 [B] in [0, 1], among all possible replies: it need not be 1 minus that of "No".
+        It is that among all possible replies, and need not be 1 minus that of "No". Pictures are float [B, 3, H, W] in
+        [0, 1], on any device.
         """
         return self._over_batches(len(questions), lambda rows: self._probabilities(images[rows], questions[rows]))
 
     def begins(self, images: torch.Tensor, questions: list[str], answers: list[list[str]]) -> torch.Tensor:
-        """Return the probability that the first token of the reply to each question begins one of its answers.
+        """Return the probability that the reply's first token begins one of the question's answers, float32 [B].
 
-        Args:
-            images: Float [B, 3, H, W] in [0, 1], on any device.
-            questions: B texts.
-            answers: Spellings of the right answer, per question.
-
-        Returns:
-            float32 [B] in [0, 1].
+        Arguments are those of `yes`, and the spellings of the right answer per question.
         """
-        return self._over_batches(
-            len(questions), lambda rows: self._beginnings(images[rows], questions[rows], answers[rows])
-        )
+        import torch
+
+        tokenizer = self._processor.tokenizer
+        first = [{tokenizer(text, add_special_tokens=False).input_ids[0] for text in texts} for texts in answers]
+
+        def batch(rows: slice) -> torch.Tensor:
+            chances = self._logits(self._inputs(images[rows], questions[rows]), 1)[:, -1].softmax(-1)
+            return torch.stack([row[sorted(ids)].sum() for row, ids in zip(chances, first[rows], strict=True)])
+
+        return self._over_batches(len(questions), batch)
 
     def _over_batches(self, count: int, one: Callable[[slice], torch.Tensor]) -> torch.Tensor:
         """Concatenate one(rows), float32 [rows], over the batches of `count` questions."""
@@ -116,15 +111,6 @@ class Answerer:
         with torch.no_grad():
             batches = [one(slice(start, start + size)) for start in range(0, count, size)]
         return torch.cat([torch.zeros(0, device=self.device), *batches])
-
-    def _beginnings(self, images: torch.Tensor, questions: list[str], answers: list[list[str]]) -> torch.Tensor:
-        """Compute `begins` for one batch."""
-        import torch
-
-        chances = self._logits(self._inputs(images, questions), 1)[:, -1].softmax(-1)
-        tokenizer = self._processor.tokenizer
-        first = [{tokenizer(text, add_special_tokens=False).input_ids[0] for text in texts} for texts in answers]
-        return torch.stack([row[sorted(ids)].sum() for row, ids in zip(chances, first, strict=True)])
 
     def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
         """Compute `yes` for one batch."""

@@ -40,17 +40,23 @@ def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, 
     Patches are f32 [N, S, C] on the same device in the processor's order, with the grid: rows and columns of patches.
     ValueError also if the aspect ratio exceeds the processor's limit.
     """
-    return _patched(_normalised(_resized(to_eight_bits(images), settings), settings), settings)
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as transforms
+
+    size = list(settings.fitted(*images.shape[-2:]))
+    mode = {2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[settings.resample]
+    images = transforms.resize(to_eight_bits(images), size, interpolation=mode, antialias=True).to(torch.float32)
+    mean, deviation = (  # scaled to 255, which saves a multiplication
+        (torch.tensor(values, device=images.device) * (1.0 / settings.rescale)).view(-1, 1, 1)
+        for values in (settings.mean, settings.deviation)
+    )
+    return _patched(images.sub_(mean).div_(deviation), settings)
 
 
 def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
-    """Convert pictures as in a file, to uint8 [N, 3, H, W] on the same device.
+    """Convert pictures, float [N, 3, H, W] in [0, 1] or uint8, as in a file: to uint8 [N, 3, H, W] on the same device.
 
-    Args:
-        images: Float [N, 3, H, W] in [0, 1], or uint8. Excess of less than `MARGIN` is clipped.
-
-    Raises:
-        ValueError: Wrong range.
+    An excess of less than `MARGIN` is clipped; ValueError for more.
     """
     if images.dtype == torch.uint8:
         return images
@@ -66,24 +72,6 @@ def to_pillow(images: torch.Tensor) -> list[Image]:
     from PIL import Image
 
     return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
-
-
-def _resized(images: torch.Tensor, settings: Settings) -> torch.Tensor:
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as transforms
-
-    size = list(settings.fitted(*images.shape[-2:]))
-    mode = {2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[settings.resample]
-    return transforms.resize(images, size, interpolation=mode, antialias=True)
-
-
-def _normalised(images: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Subtract the mean and divide by the deviation, both scaled to 255, which saves a multiplication."""
-    mean, deviation = (
-        (torch.tensor(values, device=images.device) * (1.0 / settings.rescale)).view(-1, 1, 1)
-        for values in (settings.mean, settings.deviation)
-    )
-    return images.to(torch.float32).sub_(mean).div_(deviation)
 
 
 def _patched(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:

@@ -45,10 +45,7 @@ class SamplingParams:
         rules = {
             "group_size": (self.group_size >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "finite and at least 0",
-            ),
+            "temperature": (0 <= self.temperature < math.inf, "finite and at least 0"),
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),

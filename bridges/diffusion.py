@@ -246,14 +246,20 @@ class Renderer:
                     self._cache.put(key, images[key])
         return torch.stack([images[key] for key in keys]).float()
 
-    def _draw(self, batch: list[tuple[str, int]], settings: RenderSettings) -> torch.Tensor:
-        """Render one batch of (prompt, seed), padded to the settings' batch size."""
+    def _draw(
+        self,
+        batch: list[tuple[str, int]],
+        settings: RenderSettings,
+        on_step_end: Callable[..., dict[str, torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """Render one batch of (prompt, seed), padded to the settings' batch size; diffusers calls `on_step_end`."""
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
         options = {
             "guidance_scale": settings.guidance,
             "max_sequence_length": self._length,
             "height": settings.size,
             "width": settings.size,
+            "callback_on_step_end": on_step_end,
             **UNCHANGED,
         }
         if settings.negative_prompt and settings.guidance > 1:

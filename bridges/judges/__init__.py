@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
+from grpo_jax.config.fields import (
+    Coefficient,
+    Count,
+    NonNegative,
+    OneOrMore,
+    Positive,
+    PositiveCount,
+    Section,
+    Share,
+    Words,
+    resume_mutable,
+)
 from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
@@ -58,6 +69,7 @@ class RenderSettings:
         size: Height and width in pixels; 0 for the model's default.
         batch_size: The last batch of a call is padded to it.
         negative_prompt: None takes the pipeline's own.
+        weights: LoRA weights that draw, of a renderer that has any; empty for none.
     """
 
     steps: int
@@ -65,6 +77,58 @@ class RenderSettings:
     size: int = 0
     batch_size: int = 1
     negative_prompt: str | None = None
+    weights: str = ""
+
+
+class RendererLora(Section):
+    """LoRA weights of the renderer's transformer."""
+
+    rank: PositiveCount = 32
+    """Rank of the matrices."""
+    alpha: Positive = 64.0
+    """The matrices' product is scaled by alpha / rank."""
+    targets: Words = [*("to_q", "to_k", "to_v", "to_out.0"), *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")]
+    """Layers with LoRA; by default the projections of attention."""
+
+
+class OldDecay(Section):
+    """Share d of the old weights that an iteration keeps: d = min(factor · updates, maximum)."""
+
+    factor: NonNegative = 0.001
+    """Growth of the share per update."""
+    maximum: Share = 0.5
+    """Largest share."""
+
+
+class RendererTraining(Section):
+    """Training of a renderer on its own judged pictures; the defaults are DiffusionNFT's (arXiv:2509.16117)."""
+
+    loss: Literal["nft", "awm"] = "nft"
+    """DiffusionNFT, or Advantage Weighted Matching (docs/algorithms.md)."""
+    lora: RendererLora = RendererLora()
+    credit: Literal["prompt", "text"] = "prompt"
+    """Pictures whose rewards are compared: all of a prompt, or those of equal texts."""
+    advantage_clip: Positive = 5.0
+    """Bound of the advantages."""
+    beta: Positive = 1.0
+    """Strength of DiffusionNFT's implicit guidance; published .1 for OCR."""
+    reference_coef: Coefficient = 1.0e-4
+    """Weight of the distance from the renderer without LoRA; 0 saves a forward pass."""
+    old_decay: OldDecay = OldDecay()
+    updates: PositiveCount = 1
+    """Optimizer steps per iteration, each with new noise and times."""
+    times: PositiveCount = 1
+    """Different times of the sampler at which a step trains each picture, at most all; published: all but one."""
+    learning_rate: Positive = 3.0e-4
+    """Constant rate of AdamW."""
+    weight_decay: NonNegative = 1.0e-4
+    """Decay of AdamW."""
+    max_grad_norm: Positive = 1.0
+    """The gradient is scaled down to this norm."""
+    micro_batch: PositiveCount = resume_mutable(8)
+    """Pictures per forward pass; changes memory, not the result."""
+    autocast: bool = False
+    """Compute the transformer in bfloat16, also to draw, with the weights in `dtype`."""
 
 
 class PipelineJudge(Judge):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridges.judges import PipelineJudge
+from bridges.judges import PipelineJudge, RendererTraining
 
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
@@ -15,6 +15,8 @@ class StableDiffusion3(PipelineJudge):
 
     use_t5: bool = True
     """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""
+    train: RendererTraining | None = None
+    """Training of the renderer (docs/algorithms.md); null for none."""
 
     def check(self) -> None:
         """Refuse a missing pipeline, or one of another kind, without reading weights."""

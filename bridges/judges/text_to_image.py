@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridges.judges import PipelineJudge
+from bridges.judges import PipelineJudge, RendererTraining
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.errors import UserError
 
@@ -28,6 +28,8 @@ class TextToImage(PipelineJudge):
     """Folder, safetensors file or hub id of LoRA weights to add to the pipeline's; empty for none."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures per batch."""
+    train: RendererTraining | None = None
+    """Training of the renderer (docs/algorithms.md); null for none."""
 
     def __post_init__(self) -> None:
         length = self.max_sequence_length

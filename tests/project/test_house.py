@@ -21,7 +21,7 @@ ROOMS = (
 COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "demo", "__main__")
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
 KNOWN_BY_BRIDGES = (
-    "grpo_jax.config.judge",
+    "grpo_jax.core.flow",
     "grpo_jax.errors",
     *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "sections")),
 )
@@ -103,7 +103,7 @@ def test_who_asks_the_bridges():
     refuse(OURS, lambda name, found: within(found.module, ["bridges"]) and room_of(name) not in rooms)
 
 
-def test_bridges_know_errors_how_fields_are_checked_files_read_names_found_and_the_retrievers_section():
+def test_bridges_know_errors_the_config_and_the_losses_of_velocities():
     def wrong(name, found):
         return within(found.module, ["grpo_jax"]) and not within(target(found.module), KNOWN_BY_BRIDGES)
 

@@ -112,8 +112,11 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
 
 
-def stable_diffusion_3(folder, *, t5: bool = True) -> Path:
-    """A random `StableDiffusion3Pipeline` folder: 16×16 pictures, two CLIP encoders and perhaps a T5."""
+def stable_diffusion_3(folder, *, t5: bool = True, **overrides) -> Path:
+    """A random `StableDiffusion3Pipeline` folder: 16×16 pictures, two CLIP encoders and perhaps a T5.
+
+    `overrides` are fields of the transformer.
+    """
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -136,6 +139,7 @@ def stable_diffusion_3(folder, *, t5: bool = True) -> Path:
         caption_projection_dim=32,
         pooled_projection_dim=32,
         pos_embed_max_size=16,
+        **overrides,
     )
     unquantised = dict(scaling_factor=1.5, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False)
     vae = AutoencoderKL(**VAE | {"sample_size": 16}, **unquantised)

@@ -34,7 +34,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.runs.directory import finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.loading import load
-    from grpo_jax.runs.policy import restore_variables, run_config
+    from grpo_jax.runs.policy import restore_variables, run_config, saved_renderer
     from grpo_jax.runs.results import find, samples_of, samples_tables, statistics_of
 
     enable_compile_cache()
@@ -60,6 +60,8 @@ def _evaluate(options: argparse.Namespace) -> None:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
         identity = ctx.task_data.identity
         variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint, identity)
+        if ctx.renderer is not None:
+            ctx.renderer.restore(saved_renderer(ctx.renderer, options.run, meta["step"]))
         evaluations = measure_all(ctx, variables)
     findings = find(ctx, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {
@@ -84,7 +86,9 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _print_measures(report: Mapping[str, Any]) -> None:
-    kinds = [kind for kind in ("unchanged", "greedy", "sampled", "oracle") if kind in report]
+    from grpo_jax.runs.evaluation import START_RENDERER
+
+    kinds = [kind for kind in ("unchanged", START_RENDERER, "greedy", "sampled", "oracle") if kind in report]
     print(f"{'measure':<20}" + "".join(f"{kind:>12}" for kind in kinds))
     for name in report["greedy"]:
         cells = (report[kind].get(name) for kind in kinds)

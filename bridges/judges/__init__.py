@@ -108,6 +108,8 @@ class RendererTraining(Section):
     lora: RendererLora = RendererLora()
     credit: Literal["prompt", "text"] = "prompt"
     """Pictures whose rewards are compared: all of a prompt, or those of equal texts."""
+    advantage_scale: Literal["batch", "group"] = "batch"
+    """Standard deviation that advantages are divided by: of all rewards of the batch, or of the compared ones."""
     advantage_clip: Positive = 5.0
     """Bound of the advantages."""
     beta: Positive = 1.0
@@ -152,6 +154,8 @@ class PipelineJudge(Judge):
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures per batch."""
+    pictures: PositiveCount = 1
+    """Pictures of each text in training, of different noise; its rewards are their means (docs/renderer.md)."""
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged.

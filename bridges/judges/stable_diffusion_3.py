@@ -16,7 +16,7 @@ class StableDiffusion3(PipelineJudge):
     use_t5: bool = True
     """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""
     train: RendererTraining | None = None
-    """Training of the renderer (docs/algorithms.md); null for none."""
+    """Training of the renderer (docs/renderer.md); null for none."""
 
     def check(self) -> None:
         """Refuse a missing pipeline, or one of another kind, without reading weights."""

@@ -29,7 +29,7 @@ class TextToImage(PipelineJudge):
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures per batch."""
     train: RendererTraining | None = None
-    """Training of the renderer (docs/algorithms.md); null for none."""
+    """Training of the renderer (docs/renderer.md); null for none."""
 
     def __post_init__(self) -> None:
         length = self.max_sequence_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,6 +21,10 @@ JUDGES = OneOf("judges", "bridges.judges.{}")
 POLICY = "policy"
 """The policy's name in `devices`."""
 
+RENDERER = "renderer"
+"""The name in `judges` of the model that draws pictures."""
+
+_DISTILLED = ("turbo", "schnell", "lightning", "lcm", "sprint")  # in names of step-distilled pipelines
 _LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
@@ -78,6 +83,7 @@ class Config(Section):
         self._check_rewards()
         self._check_sampling()
         self._check_training()
+        self._check_renderer()
         self.task.check(self)
 
     @property
@@ -94,6 +100,22 @@ class Config(Section):
     def learning_rate(self) -> float:
         """Return the peak learning rate: the configured one, or a safe one for full training or adapters."""
         return self.optimizer.learning_rate or _SAFE_RATES[self.policy.lora.used]
+
+    @property
+    def pictures_per_text(self) -> int:
+        """Return the pictures of each text in training (K): judges.renderer.pictures, if the renderer has it."""
+        return getattr(self.judges.get(RENDERER), "pictures", 1)
+
+    @property
+    def learns(self) -> str:
+        """Return training.learns: the configured value, or "both" if the renderer has settings to train with."""
+        trained = getattr(self.judges.get(RENDERER), "train", None) is not None
+        return self.training.learns or ("both" if trained else "rewriter")
+
+    @property
+    def renderer_learns(self) -> bool:
+        """Return whether judges.renderer is trained."""
+        return self.learns != "rewriter"
 
     @property
     def resolved_algorithm(self) -> sections.AlgorithmSection:
@@ -130,6 +152,25 @@ class Config(Section):
         self.require(fits, "algorithm.overlong_buffer", longest)
         chat = section.turns == 1 or self.data.form != "append"
         self.require(chat, "sampling.turns", "1 with data.form append, which continues the prompt")
+
+    def _check_renderer(self) -> None:
+        renderer, where = self.judges.get(RENDERER), f"judges.{RENDERER}"
+        if not self.renderer_learns:
+            return
+        trained = getattr(renderer, "train", None)
+        require(renderer, "training.learns", f"'rewriter' without {where}, which draws pictures", self.learns)
+        require(trained, "training.learns", f"'rewriter' without {where}.train, its settings", self.learns)
+        alone = "null with judges.renderer.train: its gradients need the renderer in the run's own process"
+        require(renderer.pool is None, f"{where}.pool", alone, renderer.pool)
+        plain = "1 with judges.renderer.train: the trained velocity is the one without guidance"
+        require(renderer.guidance == 1, f"{where}.guidance", plain, renderer.guidance)
+        newest = "0 where the renderer learns: pictures are drawn by its newest weights"
+        self.require(self.training.async_level == 0, "training.async_level", newest)
+        several = self.sampling.group_size * renderer.pictures > 1
+        self.require(several, "sampling.group_size", f"at least 2, or {where}.pictures 2: pictures are compared")
+        name = next((name for name in _DISTILLED if name in Path(renderer.path).name.lower()), "")
+        many = f"a model that is not distilled to a few steps, where training blurs it (not {name})"
+        require(not name, f"{where}.path", many, renderer.path)
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training

@@ -420,6 +420,9 @@ class TrainingSection(Section):
     """Iterations in all; 0 for num_epochs."""
     num_epochs: PositiveCount = resume_mutable(1)
     """Passes over the training prompts when max_steps is 0."""
+    learns: Literal["both", "rewriter", "renderer"] | None = None
+    """Models that are trained: the policy ("rewriter"), the model that draws its pictures ("renderer"), or both
+    (docs/renderer.md); null for "both" with judges.renderer.train, else "rewriter"."""
     inner_epochs: PositiveCount = 1
     """Passes over each sampled batch."""
     minibatches: PositiveCount = 1

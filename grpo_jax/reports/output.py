@@ -276,7 +276,9 @@ class WeightsAndBiases:
     def finish(self, summary: Values, gallery: Sequence[GalleryEntry]) -> None:
         """Update the run's summary, and log the gallery's pictures under their texts."""
         self._run.summary.update(finite(summary))
-        pairs = [pair for entry in gallery for pair in ((entry.prompt, entry.before), (entry.completion, entry.after))]
+        pairs = []
+        for entry in gallery:
+            pairs += [(entry.prompt, entry.before), *((entry.completion, one) for one in (entry.between, entry.after))]
         if images := [self._wandb.Image(picture, caption=text) for text, picture in pairs if picture is not None]:
             self._run.log({"gallery": images})
 

@@ -137,7 +137,7 @@ def _claim(name: str, values: Mapping[str, float | None], prompts: int | None, d
 
 
 def _card(name: str, values: Mapping[str, float | None], display: Display) -> Values:
-    kinds = ("unchanged", "before", "after", "oracle")
+    kinds = ("unchanged", "before", "start_renderer", "after", "oracle")
     shown = {kind: _value(name, values.get(kind), display) for kind in kinds if values.get(kind) is not None}
     before, after = values.get("before"), values.get("after")
     change = ""

@@ -64,6 +64,8 @@ class Turn:
         image: Picture rendered from the completion, a torch tensor float [3, H, W] in [0, 1]; None without a renderer.
         observation: The environment's observation; None for the last turn.
         logged: Values that rewards logged by `log_extra`, by column.
+        picture_rewards: f32 [K, N + W], rewards and eval rewards of each of the K pictures, whose means are `rewards`;
+            None before scoring.
     """
 
     completion: str
@@ -74,6 +76,7 @@ class Turn:
     image: Source | None = None
     observation: Observation | None = None
     logged: Mapping[str, Any] = field(default_factory=dict)
+    picture_rewards: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

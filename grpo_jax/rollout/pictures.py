@@ -45,14 +45,15 @@ Source = Any
 
 
 class RenderedImages(NamedTuple):
-    """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
+    """Pictures of a chunk, torch float [P·G·K, 3, H, W] in [0, 1] on the scorer's device, K for each text.
 
     `images` is None if rendering failed and on_judge_error is "missing". `baseline_images` are those of the unchanged
-    prompts from the same noise, repeated for each completion; None if no reward needs them.
+    prompts from the same noise, one for each picture; None if no reward needs them.
     """
 
     images: Tensor | None
     baseline_images: Tensor | None
+    per_text: int = 1
 
 
 def source_of(value: object, base: Path | None) -> Source:

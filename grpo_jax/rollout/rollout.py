@@ -51,6 +51,7 @@ class RolloutFns(NamedTuple):
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`; None without a renderer.
         encode_images: (variables, `Pictures`) → their `PictureStates`, and the input of the update: these states, or
             the `Pictures` to encode again. None for a policy without pictures.
+        picture_rewards: Names of the rewards that judge pictures: those with an argument `images`.
         prepare: Pictures in memory → `Pictures` [N, 1, ..] from the policy's image processor. They are torch float
             [N, 3, H, W] in [0, 1], or a list of a row's sources. None for a policy without pictures.
         env: None for single-turn tasks.
@@ -65,6 +66,7 @@ class RolloutFns(NamedTuple):
     prepare: Callable[[Source], Pictures] | None = None
     env: EnvSettings | None = None
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
+    picture_rewards: frozenset[str] = frozenset()
 
     def with_step(self, step: Env) -> RolloutFns:
         """Return the functions with another environment, such as a control."""
@@ -308,11 +310,12 @@ class _Chunk:
     def _judge_turn(self, samples: Samples | None) -> np.ndarray:
         """Render and score the last texts of the active episodes: rewards and eval rewards f32 [p, G, N + W].
 
-        Whole groups are judged together; once an episode has ended, the remaining ones are judged one by one.
+        Whole groups are judged together; once an episode has ended, the remaining ones are judged one by one. Rewards
+        are means over the K pictures of a text, each judged as a completion of its own.
         """
         fns, names = self.fns, (*self.fns.reward_names, *self.fns.eval_reward_names)
-        places, values = self._places, np.zeros(0)
-        extra = ExtraColumns(len(places))
+        places, values, by_picture = self._places, np.zeros(0), None
+        extra, count = ExtraColumns(0), 1
         if is_main_process():
             size = self.active.shape[1] if self.active.all() else 1
             groups = [places[first : first + size] for first in range(0, len(places), size)]
@@ -322,26 +325,32 @@ class _Chunk:
                 texts = [[self.episodes[p][g].last.completion for p, g in group] for group in groups]
                 with self.work.stage("render", self.number):
                     drawn = fns.render(rows, texts, self.iteration or 0, self.iteration is None)
-                images = getattr(drawn, "images", None)  # may raise
+                images, count = getattr(drawn, "images", None), getattr(drawn, "per_text", 1)  # the first may raise
                 for number, place in enumerate(places) if images is not None else ():
                     # Do not fetch unused pictures, which may be on another machine.
                     if fns.env is not None or self.start + place[0] < self.gallery:
-                        self._change_last(place, image=images[number])  # pyright: ignore[reportOptionalSubscript]
+                        self._change_last(place, image=images[number * count])  # pyright: ignore[reportOptionalSubscript]
+            extra, groups = ExtraColumns(len(places) * count), [np.repeat(group, count, axis=0) for group in groups]
             with self.work.stage("score", self.number):
                 scores = fns.score(
                     rows,
                     [[self.episodes[p][g] for p, g in group] for group in groups],
                     drawn,
-                    tokens=samples and [[_tokens(samples, place).tolist() for place in group] for group in groups],
+                    tokens=samples and [[_tokens(samples, (p, g)).tolist() for p, g in group] for group in groups],
                     progress={**self.work.progress, "log_extra": extra.log_extra},
                     missing=self.work.missing,
                 )
-            values = np.concatenate(scores, axis=-1).reshape(len(places), len(names))
+            by_picture = np.concatenate(scores, axis=-1).reshape(len(places), count, len(names))
+            # In float64: means of equal rewards are equal, whatever their number.
+            means = np.ma.masked_invalid(by_picture.astype(np.float64)).mean(axis=1).filled(np.nan)
+            values = by_picture[:, 0] if count == 1 else means.astype(np.float32)
         judged = np.full((*self.active.shape, len(names)), np.nan, np.float32)
         judged[self.active] = self.work.share(values)
         for number, place in enumerate(places):
             rewards = MappingProxyType(dict(zip(names, judged[place].tolist(), strict=True)))
-            self._change_last(place, rewards=rewards, logged={name: logged[number] for name, logged in extra.items()})
+            logged = {name: column[number * count] for name, column in extra.items()}
+            each = None if by_picture is None else by_picture[number]
+            self._change_last(place, rewards=rewards, logged=logged, picture_rewards=each)
         return judged
 
     def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> Encoded:

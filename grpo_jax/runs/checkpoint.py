@@ -6,8 +6,8 @@ checkpoints/best, checkpoints/final   links to the steps of those names
 ```
 
 The arrays are the trained weights, the optimizer's moments and counts, the reference and the rollout weights
-(`training.state.saved_parts`); the metadata is a `Progress`. A resume is exact, since everything else depends only on
-(seed, iteration).
+(`training.state.saved_parts`), and those of a trained renderer; the metadata is a `Progress`. A resume is exact, since
+everything else depends only on (seed, iteration).
 
 Orbax commits a step by a rename. A name is a link that is replaced atomically after its step is committed.
 """
@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from grpo_jax.runs.session import Record as Meta
 
 EVALUATED = "variables"
 """The part of a state that evaluation needs; stored apart, so that it is read alone."""
+DRAWING = "renderer"
+"""The part of a state with the trained renderer, if there is one; it too is stored apart."""
 MANIFEST = "checkpoint.json"
 """Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
 _UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
@@ -159,7 +162,7 @@ class Checkpoints:
                 args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
                 restored = reader.restore(path, args=ocp.args.Composite(**args))
             items = {item: jax.tree.map(_as_template, tree, restored[item]) for item, tree in wanted.items()}
-            return {**template, **items[EVALUATED], **items.get("training", {})}, _meta(path)
+            return {**template, **dict(ChainMap(*items.values()))}, _meta(path)
 
         return self._reading(which, read)
 
@@ -328,13 +331,14 @@ class _Preserved(PreservationPolicy):
 
 
 def _handlers() -> dict[str, Any]:
-    return {item: ocp.StandardCheckpointHandler() for item in (EVALUATED, "training")}
+    return {item: ocp.StandardCheckpointHandler() for item in (EVALUATED, DRAWING, "training")}
 
 
 def _items(state: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
-    """Split a state into two Orbax items: the variables, and all other parts."""
-    rest = {name: part for name, part in state.items() if name != EVALUATED}
-    return {EVALUATED: {EVALUATED: state[EVALUATED]}} | ({"training": rest} if jax.tree.leaves(rest) else {})
+    """Split a state into Orbax items: the variables, a trained renderer, and all other parts."""
+    apart = {name: {name: state[name]} for name in (EVALUATED, DRAWING) if name in state}
+    rest = {name: part for name, part in state.items() if name not in apart}
+    return apart | ({"training": rest} if jax.tree.leaves(rest) else {})
 
 
 def _meta(path: Path) -> Meta:

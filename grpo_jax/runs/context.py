@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +18,12 @@ from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import JudgedBatch
-from grpo_jax.rollout.rollout import RolloutFns
+from grpo_jax.rollout.rollout import Rollout, RolloutFns
 from grpo_jax.sampling.samplers import Samplers
 from grpo_jax.tasks.task import TaskData
+
+if TYPE_CHECKING:
+    from bridges.trainable import TrainableRenderer
 
 
 class RunContext(NamedTuple):
@@ -30,6 +33,7 @@ class RunContext(NamedTuple):
         allowed_tokens: bool [V], or None for all.
         trie: The task's choices (`TaskData.choices`), or None.
         iterations: Total number of iterations.
+        renderer: judges.renderer if it is trained, else None; `learn` changes it.
         key: The run's key, from which all others are folded.
         devices: Device names of policy and judges.
         stopping: Whether a stop was requested.
@@ -46,7 +50,21 @@ class RunContext(NamedTuple):
     key: jax.Array
     devices: dict[str, str]
     iterations: int
+    renderer: TrainableRenderer | None = None
     stopping: Callable[[], bool] = lambda: False
+
+    def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
+        """Train the renderer on the pictures of an iteration; return its metrics."""
+        assert self.task_data.learn is not None
+        judging, weights = self.fns.picture_rewards, self.rewards.weights
+        return self.task_data.learn(
+            self.renderer,
+            rollout,
+            iteration,
+            weights=[weight * (name in judging) for name, weight in weights.items()],
+            conditions=self.rewards.conditions,
+            key=self.key,
+        )
 
     @property
     def policy_device(self) -> jax.Device:

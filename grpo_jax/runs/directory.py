@@ -225,7 +225,7 @@ class RunDirectory:
         """Write the rendered pictures: images/000_before.png, 000_after.png, 000_turn_1.png, …."""
         drawn: dict[str, np.ndarray | None] = {}
         for index, entry in enumerate(gallery):
-            drawn |= {f"{index:03d}_before": entry.before, f"{index:03d}_after": entry.after}
+            drawn |= {f"{index:03d}_{name}": getattr(entry, name) for name in ("before", "between", "after")}
         for index, episode in enumerate(episodes):
             drawn |= {f"{index:03d}_turn_{number}": turn.image for number, turn in enumerate(episode.turns, 1)}
         for name, picture in drawn.items():

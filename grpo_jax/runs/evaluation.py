@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures
-from grpo_jax.runs.policy import START, restore_variables, run_config, weights_identity
+from grpo_jax.runs.policy import START, restore_variables, run_config, saved_renderer, weights_identity
 from grpo_jax.tasks.task import Info
 from grpo_jax.training.estimators import total_rewards
 
@@ -34,6 +34,9 @@ PICTURE_CHUNK = 32
 """Prompts per chunk with pictures, to limit the pictures in memory and to judge while the policy samples."""
 TEXT_CHUNK = 256
 """Prompts per chunk without pictures."""
+
+START_RENDERER = "start_renderer"
+"""Name of the evaluation of greedy completions drawn by the renderer before its training."""
 
 Statistics = dict[str, dict[str, list[float]]]
 """By measure and statistic ("mean@8", "pass@1", …): the mean over prompts and the bounds of its 95 % interval."""
@@ -77,6 +80,19 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
 def configured_eval_rewards(ctx: RunContext) -> list[str]:
     """Return the eval rewards, without those that the task always has, for which lower may be better."""
     return [name for name in ctx.fns.eval_reward_names if name not in ctx.task_data.rewards.eval_always]
+
+
+def caption_values(ctx: RunContext) -> dict[str, list[float]]:
+    """Return the eval_rewards of the validation prompts' best known texts, which no training changes; {} without any.
+
+    They are the oracle's texts, or the prompts as typed. They show whether a trained renderer still draws well.
+    """
+    rows, names = ctx.validation_rows, configured_eval_rewards(ctx)
+    references = ctx.task_data.report.references(rows) if names and ctx.renderer is not None else {}
+    if not references:
+        return {}
+    values = eval_reward_values(ctx, evaluate_texts(ctx, rows, [*references.values()][-1]))
+    return {f"{name}_of_captions": column for name, column in values.items()}
 
 
 def eval_reward_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
@@ -152,6 +168,7 @@ def chunk_size(ctx: RunContext) -> int:
 def measure_all(ctx: RunContext, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
     """Evaluate on the test prompts, if any: the policy and, with `references`, the baselines.
 
+    If the renderer is trained, the policy's texts are also drawn by the renderer before its training.
     The policy's measures in a control environment are named NAME_CONTROL.
     """
     rows = ctx.test_rows
@@ -164,6 +181,10 @@ def measure_all(ctx: RunContext, variables: Variables, *, references: bool = Tru
             evaluations["greedy"].measures[f"{name}_{control}"] = controlled.measures[name]
     if ctx.config.evaluation.samples:
         evaluations["sampled"] = evaluate(ctx, variables, rows, sampled=True)
+    if ctx.renderer is not None and ctx.renderer.updates:
+        with ctx.renderer.untrained():
+            texts = [episode.last.completion for episode in evaluations["greedy"].episodes]
+            evaluations[START_RENDERER] = evaluate_texts(ctx, rows, texts)
     for kind, texts in ctx.task_data.report.references(rows).items() if references else ():
         evaluations[kind] = evaluate_texts(ctx, rows, texts)
     for evaluation in evaluations.values():
@@ -219,7 +240,14 @@ class InferenceSession:
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         policy = self.ctx.policy
         identity = weights_identity(config, policy, teacher=False)
-        restore = functools.partial(restore_variables, policy.variables, run_dir, identity=identity)
+        start = self.ctx.renderer and self.ctx.renderer.state()
+
+        def restore(checkpoint: str) -> tuple[Variables, dict[str, np.ndarray] | None]:
+            variables, meta = restore_variables(policy.variables, run_dir, checkpoint, identity)
+            if self.ctx.renderer is None or checkpoint == START:
+                return variables, start
+            return variables, saved_renderer(self.ctx.renderer, run_dir, meta["step"])
+
         self._restore = functools.lru_cache(2)(restore)
 
     def row(self, prompt: str, seed: int) -> Row:
@@ -241,7 +269,9 @@ class InferenceSession:
 
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
         """Return a checkpoint's greedy episode, judged; with `group`, a group sampled as in training."""
-        ctx, (variables, _) = self.ctx, self._restore(checkpoint)
+        ctx, (variables, drawing) = self.ctx, self._restore(checkpoint)
+        if ctx.renderer is not None and drawing is not None:
+            ctx.renderer.restore(drawing)
         sampler = ctx.samplers.training if group else ctx.samplers.greedy
         rollout = collect(ctx.fns, sampler, variables, [row], key=ctx.key, iteration=None, work=self._work(row))
         return rollout.episodes[0]
@@ -249,7 +279,8 @@ class InferenceSession:
     def unchanged(self, row: Row) -> Episode | None:
         """Return the unchanged prompt, judged in place of a rewrite; None if the task does not rewrite."""
         texts = self.ctx.task_data.report.references([row]).get("unchanged")
-        return judge(self.ctx.fns, [row], [texts], self._work(row)).episodes[0][0] if texts else None
+        with nullcontext() if self.ctx.renderer is None else self.ctx.renderer.untrained():
+            return judge(self.ctx.fns, [row], [texts], self._work(row)).episodes[0][0] if texts else None
 
     def _work(self, row: Row) -> Work:
         """Return the pipeline of a row; rewards may be missing if a typed prompt lacks their columns."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge, title
 from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
-from grpo_jax.config.run import POLICY, Config
+from grpo_jax.config.run import POLICY, RENDERER, Config
 from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import broadcast, is_main_process, on_all_processes, process_count
@@ -44,7 +44,7 @@ from grpo_jax.rollout.reward_registry import (
     require_values,
     resolve_rewards,
 )
-from grpo_jax.rollout.rewards import Reward, make_score
+from grpo_jax.rollout.rewards import Reward, arguments_of, make_score
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
@@ -65,6 +65,9 @@ from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
+
+if TYPE_CHECKING:
+    from bridges.trainable import TrainableRenderer
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 
@@ -127,9 +130,14 @@ def load(
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     if exit_stack is not None and config.elsewhere:
         exit_stack.callback(own_package("bridges", "ray_cluster").leave)
-    judges = load_judges(sections, placement, info)
+    judges, renderer = load_judges(sections, placement, info), None
+    if config.renderer_learns:
+        renderer = judges[RENDERER] = trainable_renderer(config, judges[RENDERER])
     fns = make_rollout_fns(loaded, data, resolved, judges)
     _check_measures(config, data.prompts, fns)
+    judging = any(resolved.weights[name] for name in fns.picture_rewards)
+    expected = "one that judges pictures (with the argument images), for the renderer to learn from"
+    require(judging or renderer is None, "rewards", expected, [*resolved.weights])
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in sections.items() if judge.pool}
     return RunContext(
         config=config,
@@ -143,8 +151,15 @@ def load(
         key=jax.random.key(config.seed),
         devices={**placement, **pools} if judges else {POLICY: ", ".join(map(str, devices))},
         iterations=iterations,
+        renderer=renderer,
         stopping=stopping,
     )
+
+
+def trainable_renderer(config: Config, renderer: object) -> TrainableRenderer:
+    """Add adapters and an optimizer to the loaded judges.renderer."""
+    section = config.judges[RENDERER].train
+    return own_package("bridges", "trainable").TrainableRenderer(renderer, section, seed=config.seed)
 
 
 def load_data(
@@ -162,6 +177,10 @@ def load_data(
     resolved = resolve_rewards(config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards)
     require_names(config, resolved, data.environment.controls)
     rows = all_rows(data.prompts)
+    if config.renderer_learns:
+        trainable = data.learn is not None and process_count() == 1
+        expected = "'rewriter' in several processes, and with a task whose renderer cannot be trained"
+        require(trainable, "training.learns", expected, config.learns)
     require_columns(resolved, data.rewards, tuple(config.judges), rows)
     require_values(resolved, rows)
     info("rewards", resolved.describe())
@@ -324,6 +343,7 @@ def make_rollout_fns(
         prepare=loaded.prepare,
         env=make_env_settings(config, data.environment, folder),
         encode_images=loaded.encode_images,
+        picture_rewards=frozenset(name for name, reward in maximised.items() if "images" in arguments_of(reward)),
     )
 
 

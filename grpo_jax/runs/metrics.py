@@ -128,7 +128,9 @@ def iteration_row(
 
 
 def update_metrics(report: Record) -> Record:
-    """Return the update's part of a metrics row, with a value head's measures if there is one."""
+    """Return the update's part of a metrics row, with a value head's measures if there is one; {} without an update."""
+    if "metrics" not in report:
+        return {}
     parts, measured = report["metrics"], report["measured"]
     names = {"advantage": "mean_advantage", "ratio": "mean_ratio"}
     row = {

@@ -28,7 +28,7 @@ from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_rows, 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
-from grpo_jax.runs.checkpoint import EVALUATED, Checkpoints
+from grpo_jax.runs.checkpoint import DRAWING, EVALUATED, Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.processes import digest_files
 from grpo_jax.runs.session import WEIGHTS, Progress, Record, require_same_task
@@ -39,7 +39,10 @@ from grpo_jax.training.state import trained_weights
 from grpo_jax.training.update import make_forward_step
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
+
+    from bridges.trainable import TrainableRenderer
 
 NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
@@ -230,6 +233,14 @@ def restore_variables(
     if identity:
         require_same_task(Progress.read(meta, checkpoints.folder).identity["task"], identity, checkpoints.folder)
     return {**variables, **state[EVALUATED]}, meta
+
+
+def saved_renderer(renderer: TrainableRenderer, run_dir: str | Path, checkpoint: str | int) -> dict[str, np.ndarray]:
+    """Return the renderer's state in a checkpoint, by name or step; for `START` that of `renderer` itself."""
+    if checkpoint in (START, 0):
+        return renderer.state()
+    with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
+        return checkpoints.restore(checkpoint, {DRAWING: renderer.state()})[0][DRAWING]
 
 
 def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import GALLERY
 from grpo_jax.runs.context import RunContext
-from grpo_jax.runs.evaluation import Evaluation, Statistics, eval_reward_values, evaluate_texts
+from grpo_jax.runs.evaluation import START_RENDERER, Evaluation, Statistics, eval_reward_values, evaluate_texts
 from grpo_jax.runs.metrics import TOTAL, regressed_measures
 from grpo_jax.runs.session import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
@@ -47,7 +48,9 @@ def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation])
     pairs = zip(ctx.test_rows[:GALLERY], greedy.episodes, strict=False) if ctx.fns.env else ()
     episodes = [shown_episode(*pair) for pair in pairs]  # chosen by position, not by result
     tables = [*tables, texts_table(ctx, greedy)]
-    return finished._replace(gallery=make_gallery(ctx, greedy), tables=tables, episodes=episodes)
+    return finished._replace(
+        gallery=make_gallery(ctx, greedy, after.get(START_RENDERER)), tables=tables, episodes=episodes
+    )
 
 
 def find(ctx: RunContext, task_data: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
@@ -60,15 +63,28 @@ def find(ctx: RunContext, task_data: Record, name: str, evaluations: Mapping[str
 
 
 def summarise(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> Record:
-    """Return evaluation.<measure>.{before, after, oracle, unchanged}, improvement and devices."""
+    """Return evaluation.<measure>.{before, after, oracle, unchanged}, improvement and devices.
+
+    If the renderer was trained, "start_renderer" has the trained policy's texts drawn before its training, and "oracle"
+    the best known texts after it; "oracle_before" has those before it.
+    """
     before, measures = progress.notes.before, after["greedy"].measures if after else {}
     kinds = {"before": "greedy", "before_sampled": "sampled"} | {n: n for n in ("oracle", "unchanged", "untrained")}
     sampled = after["sampled"].measures if "sampled" in after else {}
+    ends = {}
+    if START_RENDERER in after:  # references are drawn by the trained renderer too
+        best = after["oracle"].measures if "oracle" in after else {}
+        ends = {
+            START_RENDERER: after[START_RENDERER].measures,
+            "oracle": best,
+            "oracle_before": before.get("oracle", {}),
+        }
     evaluation = {
         name: {
             **{kind: before.get(texts, {}).get(name) for kind, texts in kinds.items()},
             "after": value,
             "after_sampled": sampled.get(name),
+            **{kind: values.get(name) for kind, values in ends.items()},
         }
         for name, value in measures.items()
     }
@@ -142,14 +158,18 @@ def _interval(values: Sequence[float] | None) -> str:
     return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if bounded else f"{mean:.3f}"
 
 
-def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
-    """Make the gallery of the first held-out prompts, not the best; before and after have the same noise."""
+def make_gallery(ctx: RunContext, after: Evaluation, between: Evaluation | None = None) -> list[GalleryEntry]:
+    """Make the gallery of the first held-out prompts, not the best; before and after have the same noise.
+
+    `between` has the same completions, drawn by the renderer before its training.
+    """
     rows = ctx.test_rows[:GALLERY]
     drawn = ctx.task_data.render is not None  # the same in all processes, which judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
     plain = ctx.task_data.report.references(rows).get("unchanged") if drawn else None
-    unchanged = None if plain is None else evaluate_texts(ctx, rows, plain)
+    with nullcontext() if ctx.renderer is None else ctx.renderer.untrained():
+        unchanged = None if plain is None else evaluate_texts(ctx, rows, plain)
     later = [episode.last.image for episode in after.episodes[: len(rows)]]
     before = [episode.last.image for episode in unchanged.episodes] if unchanged else [None] * len(rows)
     if drawn and any(image is None for image in [*later, *(before if unchanged else ())]):  # the renderer may fail
@@ -164,6 +184,7 @@ def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(ctx.measure_names)},
             shown=[thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
+            between=between and between.episodes[index].last.image,
         )
         for index, row in enumerate(rows)
     ]

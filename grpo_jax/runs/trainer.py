@@ -14,23 +14,38 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import any_process, broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
+from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.batches import CollectedBatch, Rollouts
-from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import DRAWING, Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import read_metrics, write_atomically
 from grpo_jax.runs.endings import EarlyStopping, rewards_missing_reason, updates_skipped_reason, with_remedy
-from grpo_jax.runs.evaluation import configured_eval_rewards, eval_reward_values, evaluate, measure_all
+from grpo_jax.runs.evaluation import (
+    caption_values,
+    configured_eval_rewards,
+    eval_reward_values,
+    evaluate,
+    measure_all,
+)
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.metrics import TOTAL, completion_columns, iteration_row, regressed_measures, reward_streaks
+from grpo_jax.runs.metrics import (
+    TOTAL,
+    completion_columns,
+    iteration_row,
+    present_mean,
+    regressed_measures,
+    reward_streaks,
+)
 from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import exit_if_peer_failed, join, require_shared, versions
 from grpo_jax.runs.python_input import from_python, keep_prompts
@@ -172,7 +187,7 @@ class Trainer:
             at_start["test"] = eval_reward_values(ctx, before["greedy"])
         if configured_eval_rewards(ctx) and self.config.evaluation.every and ctx.validation_rows:
             validation = evaluate(ctx, self.state.variables, ctx.validation_rows)
-            at_start["validation"] = eval_reward_values(ctx, validation)
+            at_start["validation"] = eval_reward_values(ctx, validation) | caption_values(ctx)
         measures = {**notes.before, **{kind: evaluation.measures for kind, evaluation in before.items()}}
         notes = Notes(measures, statistics_of(before), at_start, task_data)
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
@@ -214,7 +229,9 @@ class Trainer:
         self._keep_config()
         template = self.learner.start(self.ctx.policy.variables)
         free_buffers(saved_parts(template))  # two states may not fit in memory
-        saved, _ = checkpoints.restore("latest", saved_parts(template))
+        saved, _ = checkpoints.restore("latest", saved_parts(template) | self.drawing_parts())
+        if (renderer := self.ctx.renderer) is not None:
+            renderer.restore(saved.pop(DRAWING))
         self._remove_sft()  # left by a run killed at its first checkpoint
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
@@ -247,8 +264,9 @@ class Trainer:
             if i == first:
                 self.output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
-            self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, self.update_key(i)))
+            self.state, report = self.update(batch, i)
             self.state, report["learning_rate"] = self.learner.refresh(self.state, i), rate
+            collected = self.learn_pictures(collected, i)
             self.record(collected, report, started=started, judged=judged)
             self.log()  # validates, and saves the best, where due
             self.save_if_due()
@@ -267,9 +285,21 @@ class Trainer:
         batch = make_batch(collected.rollout, collected.objectives, self.algorithm, device=device, mesh=mesh)
         return batch if self.teacher is None else batch._replace(ref_logprobs=self.teacher(batch))
 
-    def update_key(self, i: int) -> jax.Array:
-        """Return the key of an iteration's update."""
-        return jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
+    def update(self, batch: Batch, i: int) -> tuple[TrainState, Record]:
+        """Update the policy, unless only the renderer learns; return the state and a report."""
+        if self.config.learns == "renderer":
+            return self.state, {"advantages": np.zeros(batch.tokens.shape[:2], np.float32)}
+        key = jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
+        return jax.block_until_ready(self.learner.update(self.state, batch, key))
+
+    def learn_pictures(self, collected: CollectedBatch, i: int) -> CollectedBatch:
+        """Train the renderer, if it learns; return the batch with its metrics and seconds."""
+        if self.ctx.renderer is None:
+            return collected
+        started, (rollout, objectives, metrics) = time.monotonic(), collected
+        metrics = metrics | self.ctx.learn(rollout, i)
+        seconds = {**rollout.seconds, "renderer": time.monotonic() - started}
+        return CollectedBatch(rollout._replace(seconds=seconds), objectives, metrics)
 
     def record(self, collected: CollectedBatch, report: Record, *, started: float, judged: float) -> None:
         """Write an iteration's completions, warn of rewards that teach nothing, and keep its row for `log`.
@@ -277,7 +307,7 @@ class Trainer:
         `started` and `judged` are its begin and that of its update on time.monotonic().
         """
         done, rollout = self.progress.iteration + 1, collected.rollout
-        seconds = {**rollout.seconds, "update": time.monotonic() - judged}
+        seconds = {**rollout.seconds, "update": time.monotonic() - judged - rollout.seconds.get("renderer", 0.0)}
         row = iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
         notes, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
         for line in warnings:
@@ -351,7 +381,9 @@ class Trainer:
         measures = dict(evaluation.measures)
         measures[SCORE] = measures.pop(TOTAL)
         score, at_start = measures[section.best_by], progress.notes.eval_rewards_at_start.get("validation", {})
-        if names := regressed_measures(at_start, eval_reward_values(ctx, evaluation)):
+        captions = caption_values(ctx)
+        measures |= {name: present_mean(np.array(values)) for name, values in captions.items()}
+        if names := regressed_measures(at_start, eval_reward_values(ctx, evaluation) | captions):
             fell = f"{join_names(names)} fell below their initial values; not saved as best"
             self.output.info(f"validation after iteration {done}: {fell}")
             score = math.nan
@@ -373,7 +405,7 @@ class Trainer:
             raise UserError(failure)
         self.rollouts.wait()  # held-out prompts have sampler and judges alone
         started = time.monotonic()
-        after = measure_all(ctx, variables, references=False)
+        after = measure_all(ctx, variables, references=ctx.renderer is not None)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
         variables = on_host(variables) if process_count() > 1 else variables
         if is_main_process():
@@ -391,11 +423,16 @@ class Trainer:
     def save(self, *, name: str = "", wait: bool = False) -> None:
         """Write a checkpoint of state and progress, in the background unless `wait`; also under `name`, if given."""
         progress = self.progress._replace(seconds=with_total(self.progress.seconds, self.clock))
-        saved = progress.iteration, saved_parts(self.state), {"progress": progress.as_json()}
+        parts = saved_parts(self.state) | self.drawing_parts()
+        saved = progress.iteration, parts, {"progress": progress.as_json()}
         if name:
             self.checkpoints.save_as(name, *saved)
         else:
             self.checkpoints.save(*saved, wait=wait)
+
+    def drawing_parts(self) -> dict[str, PyTree]:
+        """Return a trained renderer's part of a checkpoint; nothing without one."""
+        return {} if self.ctx.renderer is None else {DRAWING: self.ctx.renderer.state()}
 
     @contextmanager
     def save_on_failure(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,12 +20,13 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, is_own_doing
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row
 from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.pictures import RenderedImages
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
+from grpo_jax.tasks.renderer import learn_pictures, noise_seeds
 from grpo_jax.tasks.rewriting import parse_rewrite
 from grpo_jax.tasks.task import Chart, Curve, Display, Task, TaskData
 from grpo_jax.training.estimators import Invalid
@@ -241,6 +241,7 @@ def picture_data(config: Config, prompts: PromptSet, defaults: Sequence[RewardSe
         prompts,
         TaskRewards(REWARDS, defaults=defaults),
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
+        learn=partial(learn_pictures, config),
         invalid=config.task.invalid,
     )
 
@@ -272,19 +273,22 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
     device = judges.get("scorer", renderer).device
 
     def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:
-        group = len(texts[0])
-        seeds = [noise_seed(config.seed, iteration, row.id, evaluation=evaluation) for row in rows]
+        seeds = noise_seeds(config, rows, len(texts[0]), iteration, evaluation=evaluation)
+        count = len(seeds) // sum(map(len, texts))
+        words = [text for group in texts for text in group for _ in range(count)]
+        plain = [*zip([row.prompt for row in rows for _ in range(len(seeds) // len(rows))], seeds, strict=True)]
+        places = {pair: place for place, pair in enumerate(dict.fromkeys(plain))}
         at_work("judges.renderer")
         try:
-            images = renderer.draw(
-                [*chain.from_iterable(texts)], [seed for seed in seeds for _ in range(group)], evaluation=evaluation
-            )
-            plain = renderer.draw([row.prompt for row in rows], seeds, evaluation=evaluation) if baselines else None
+            images, baseline = renderer.draw(words, seeds, evaluation=evaluation).to(device), None
+            if baselines:
+                prompts, noises = map(list, zip(*places, strict=True))
+                unchanged = renderer.draw(prompts, noises, evaluation=evaluation)
+                baseline = unchanged[[places[pair] for pair in plain]].to(device)
         except BaseException as error:
             if config.on_judge_error == "missing" and is_own_doing(error):
-                return RenderedImages(None, None)
+                return RenderedImages(None, None, count)
             raise
-        baseline = None if plain is None else plain.repeat_interleave(group, dim=0).to(device)
-        return RenderedImages(images.to(device), baseline)
+        return RenderedImages(images, baseline, count)
 
     return render

@@ -58,6 +58,7 @@ class PromptRefinement(PictureTask):
         controls = {name: make_step(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
         return replace(
             picture_data(config, prompts, DEFAULT_REWARDS),
+            learn=None,  # the pictures of its turns are not told apart
             environment=TurnEnvironment(make_step(instruction, self.shown), controls, shows_pictures=True),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}),
         )

@@ -153,6 +153,7 @@ class GalleryEntry(NamedTuple):
     after: Picture | None = None  # that of the completion, from the same noise
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # both texts' values by name
     shown: Sequence[Picture] = ()  # the prompt's own pictures
+    between: Picture | None = None  # that of the completion by the renderer before its training, or None
 
 
 class ShownTurn(NamedTuple):
@@ -237,6 +238,8 @@ class TaskData:
         source: Origin of the prompts, in one word; "" for the name in data.prompts.
         render: render(judges, names of the rewards' arguments) → the function (rows, texts `[P][G]`, iteration,
             evaluation) → pictures; None without a renderer.
+        learn: learn(renderer, rollout, iteration, weights=, conditions=, key=) → metrics: an update of judges.renderer
+            (`tasks.renderer.learn_pictures`); None for a task whose renderer cannot be trained.
         environment: The environment between two turns.
         report: Results beside the rewards.
         pairs: () → (prompt, completion) pairs for SFT. The prompt is a string or, with pictures, a row. Episodes are
@@ -251,6 +254,7 @@ class TaskData:
     rewards: TaskRewards = field(default_factory=TaskRewards)
     source: str = ""
     render: Callable[[Mapping[str, object], frozenset[str]], Callable[..., RenderedImages]] | None = None
+    learn: Callable[..., dict[str, float]] | None = None
     environment: TurnEnvironment = field(default_factory=TurnEnvironment)
     report: TaskReport = TaskReport()
     pairs: Callable[[], Sequence[Sequence[str | Row | Observation]]] | None = None

@@ -40,6 +40,13 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "training": {"max_steps": STEPS, "save_every": 2},
         **_SMALL,
     },
+    "renderer": {
+        "config": "prompt_enhancement_scenes",
+        "training": {"max_steps": STEPS, "save_every": 2, "prompts_per_batch": 4, "chunk_prompts": 2},
+        "sampling": {"group_size": 4},
+        "judges": {"renderer": {"train": {"learning_rate": 2.0e-3}, "steps": 2, "eval_steps": 2}},
+        **_SMALL,
+    },
     "miniature": {
         "config": "prompt_enhancement_miniature",
         "training": {"max_steps": STEPS, "save_every": 2, "prompts_per_batch": 4, "chunk_prompts": 2},

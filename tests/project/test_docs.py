@@ -4,6 +4,7 @@ import importlib
 import itertools
 import re
 import shlex
+from typing import get_args
 
 import pytest
 import yaml
@@ -13,7 +14,6 @@ from support.imports import ROOT
 from grpo_jax import demo, evaluate, export, predict, recommend, report
 from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.run import JUDGES, TASKS, Config, make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, read_options
@@ -91,7 +91,7 @@ def is_field(name: str) -> bool:
 def types_of(kinds: list, name: str) -> list:
     """Types of the fields of one name."""
     infos = [kind.model_fields[name] for kind in kinds if name in getattr(kind, "model_fields", {})]
-    return [PoolSection if name == "pool" else info.annotation for info in infos]
+    return [one for info in infos for one in (info.annotation, *get_args(info.annotation))]  # optional ones too
 
 
 def is_object(name: str) -> bool:

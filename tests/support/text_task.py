@@ -256,7 +256,7 @@ def final_state(run: Path, which: int | str = "final"):
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = {}
     with ocp.StandardCheckpointer() as reader:
-        for item in (path / "variables", path / "training"):
+        for item in filter(Path.is_dir, (path / "variables", path / "renderer", path / "training")):
             saved = reader.metadata(item).item_metadata.tree
             placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
             state |= reader.restore(item, placed)

@@ -1,12 +1,13 @@
-"""`python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]`.
+"""`python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters | --renderer] [--push_to_hub …]`.
 
-Write the trained policy as a Hugging Face folder, or only its adapters as a PEFT folder.
+Write the trained policy as a Hugging Face folder, or only its adapters as a PEFT folder, or a trained renderer's LoRA.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 
@@ -23,6 +24,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adapters", action="store_true", help="Write only the LoRA adapters, in PEFT's format (float32)."
     )
+    parser.add_argument(
+        "--renderer", action="store_true", help="Write the trained renderer's LoRA weights instead, as diffusers does."
+    )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
     parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
     return parser
@@ -32,6 +36,10 @@ def _export(options: argparse.Namespace) -> None:
     from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
     from grpo_jax.runs.policy import restore_policy
 
+    if options.renderer:
+        alone = not (options.adapters or options.dtype or options.push_to_hub)
+        require(alone, "--renderer", "no --adapters, --dtype or --push_to_hub, which are the policy's", "them")
+        return _export_renderer(options)
     if options.adapters and options.dtype:
         raise UserError("--adapters: adapters are float32, --dtype is for the whole policy")
     if options.private and not options.push_to_hub:
@@ -48,6 +56,25 @@ def _export(options: argparse.Namespace) -> None:
     print(f"{options.out}: the {what} of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")
     if options.push_to_hub:
         print(f"pushed to {push_folder(options.out, options.push_to_hub, private=options.private)}")
+
+
+def _export_renderer(options: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from grpo_jax.config.run import RENDERER
+    from grpo_jax.runs.loading import trainable_renderer
+    from grpo_jax.runs.policy import run_config, saved_renderer
+
+    config = run_config(options.run)
+    require(config.renderer_learns, "--renderer", "a run that trains its renderer (training.learns)", options.run)
+    judge = config.judges[RENDERER]
+    judge.check()
+    renderer = trainable_renderer(config, judge.load("cpu"))
+    renderer.restore(saved_renderer(renderer, options.run, options.checkpoint))
+    renderer.save_lora(Path(options.out))
+    print(f"{options.out}: the renderer's LoRA weights of {options.run}, checkpoint {options.checkpoint}; to use them:")
+    print(f'  pipeline = {type(renderer.pipeline).__name__}.from_pretrained("{judge.path}")')
+    print(f'  pipeline.load_lora_weights("{options.out}")')
 
 
 main = command(make_parser, _export)

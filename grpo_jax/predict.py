@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +109,12 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
     parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="Pictures of every prompt.")
     parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="Draw each answer too, with the run's renderer: FOLDER/0.png, ….",
+    )
     return parser
 
 
@@ -115,11 +123,35 @@ def _predict(options: argparse.Namespace) -> None:
 
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
-    rewrite = load_rewriter(options.run, options.checkpoint)
-    for prompt in prompts:
-        text = rewrite(prompt, options.picture)
-        as_json = options.json or options.file is not None
-        print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
+    with ExitStack() as exit_stack:
+        if options.pictures is None:
+            rewrite = functools.partial(load_rewriter(options.run, options.checkpoint), pictures=options.picture)
+        elif options.picture:
+            raise UserError("--pictures: it draws answers to prompts of text alone, without --picture")
+        else:
+            rewrite = _make_painter(options, exit_stack)
+        for prompt in prompts:
+            text = rewrite(prompt)
+            as_json = options.json or options.file is not None
+            print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
+
+
+def _make_painter(options: argparse.Namespace, exit_stack: ExitStack) -> Callable[[str], str]:
+    """Return rewrite(prompt), which also writes each answer's picture to a folder."""
+    from grpo_jax.rollout.pictures import png
+    from grpo_jax.runs.evaluation import InferenceSession
+
+    session, numbers = InferenceSession(options.run, lambda *_: None, exit_stack), itertools.count()
+    if session.ctx.fns.render is None:
+        raise UserError(f"--pictures: {options.run} has no renderer")
+    options.pictures.mkdir(parents=True, exist_ok=True)
+
+    def rewrite(prompt: str) -> str:
+        (episode,) = session.write(session.row(prompt, 1), options.checkpoint)
+        (options.pictures / f"{next(numbers)}.png").write_bytes(png(episode.last.image))
+        return episode.last.completion
+
+    return rewrite
 
 
 def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:

@@ -122,3 +122,31 @@ def test_exported_policy_is_qwen2_vl_with_its_vision_and_the_adapters_merged(run
     assert type(model).__name__ == "Qwen2VLForConditionalGeneration"
     tokens = AutoTokenizer.from_pretrained(run / "policy")("a red dog", return_tensors="pt").input_ids
     assert torch.isfinite(model(input_ids=tokens).logits).all()
+
+
+def test_rewriter_and_renderer_learn_with_the_config_for_one_card(tmp_path):
+    paths = {
+        "policy.path": tiny_models.causal_lm(tmp_path / "policy", "qwen3", max_position_embeddings=1024),
+        "judges.renderer.path": tiny_models.stable_diffusion_3(
+            tmp_path / "renderer", dual_attention_layers=(0,), qk_norm="rms_norm"
+        ),
+        **{f"judges.{name}.path": tiny_models.clip_model(tmp_path / name) for name in ("scorer", "pick", "held_out")},
+    }
+    small = {
+        **{"data.max_prompt_tokens": 512, "judges.renderer.size": 16, "sampling.max_new_tokens": 4},
+        **{"training.prompts_per_batch": 2, "sampling.group_size": 2, "training.chunk_prompts": 0},
+        **{
+            "training.max_steps": 2,
+            "evaluation.prompts": 2,
+            "evaluation.validation_prompts": 2,
+            "evaluation.samples": 0,
+        },
+        **{"judges.renderer.steps": 3, "judges.renderer.eval_steps": 2, "judges.renderer.train.lora.rank": 2},
+    }
+    run_dir = tmp_path / "run"
+    fields = [f"--{name}={value}" for name, value in {**paths, **small, "run_dir": run_dir}.items()]
+    assert train.main(["--config=prompt_joint_sd35", *fields]) == 0
+    for row in read_metrics(run_dir / "metrics.jsonl"):
+        assert row["renderer/grad_norm"] > 0
+        assert all(row[f"missing/{name}"] == 0 for name in ("alignment", "alignment@pick", "faithfulness"))
+    assert math.isfinite(row["validation/alignment@held_out_of_captions"])

@@ -67,8 +67,12 @@ def to_jax(tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool
             lent = lent.clone()  # dlpack presents pinned memory as GPU memory
         array = _lend(lent)
         return array if target in array.devices() else jax.device_put(array, target)
-    lent = lent.to(torch.device("cuda", target.local_hardware_id))
-    return _lend(lent.clone() if lent.data_ptr() % 16 else lent)  # a GPU program refuses a parameter not aligned to 16
+    return _lend(_aligned(lent.to(torch.device("cuda", target.local_hardware_id))))
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that is not aligned to 16 bytes: a GPU program refuses such a parameter."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _lend(tensor: torch.Tensor) -> jax.Array:

@@ -102,7 +102,7 @@ def one_line(value: object, limit: int = 100) -> str:
     return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words), limit)
 
 
-def is_own_doing(error: BaseException) -> bool:
+def raised_by_user_code(error: BaseException) -> bool:
     """Return whether an error is a judge's own, not `StopRun` or a signal, which only reaches the main thread."""
     interrupt = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
     return not interrupt and not isinstance(error, StopRun | Stopped)
@@ -110,11 +110,11 @@ def is_own_doing(error: BaseException) -> bool:
 
 @contextmanager
 def failures_as(describe: Callable[[BaseException], BaseException]) -> Iterator[None]:
-    """Raise describe(error) in place of an error of a user's code inside (`is_own_doing`); others propagate."""
+    """Raise describe(error) in place of an error of a user's code inside (`raised_by_user_code`); others propagate."""
     try:
         yield
     except BaseException as error:
-        described = describe(error) if is_own_doing(error) else error
+        described = describe(error) if raised_by_user_code(error) else error
         if described is error:
             raise
         raise described from error

@@ -74,7 +74,7 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
         config.resolved_algorithm,
         config.training,
         temperature=section.temperature,
-        max_new_tokens=section.written_tokens,
+        max_new_tokens=section.max_policy_tokens,
         ppo=config.ppo,
     )
     lora, apart = lora_config(config.policy.lora, model), keeps_layers_apart(config.policy)

@@ -245,14 +245,14 @@ class SamplingSection(Section):
         self.require(self.sampling_mask == "none" or self.top_k > 0, "sampling_mask", "none without a top_k")
 
     @property
-    def written_tokens(self) -> int:
+    def max_policy_tokens(self) -> int:
         """Return the policy's maximum tokens in one completion, over all turns."""
         return self.turns * self.max_new_tokens
 
     @property
     def stream_tokens(self) -> int:
         """Return the maximum tokens after a prompt: the policy's and those of observations."""
-        return self.written_tokens + (self.turns - 1) * self.max_observation_tokens
+        return self.max_policy_tokens + (self.turns - 1) * self.max_observation_tokens
 
 
 Bound = Annotated[float, Gt(1)]

@@ -255,7 +255,7 @@ def _update_program(config: Config, policy: Policy, state: TrainState, shown: Sh
         config.resolved_algorithm,
         config.training,
         config.ppo,
-        max_new_tokens=config.sampling.written_tokens,
+        max_new_tokens=config.sampling.max_policy_tokens,
     )
     return Program(jax.jit(step, donate_argnums=0), (state, batch_shapes(config, policy, state, shown)))
 

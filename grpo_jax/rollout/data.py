@@ -252,7 +252,7 @@ def own_copy(value: Any) -> Any:
     if kind in _PLAIN:
         return value
     if kind is dict:
-        return {name: own_copy(one) for name, one in value.items()}
+        return {name: own_copy(item) for name, item in value.items()}
     if kind in (list, tuple, set):
         return kind(value if _PLAIN.issuperset(map(type, value)) else map(own_copy, value))
     return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value

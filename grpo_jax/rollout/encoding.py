@@ -200,7 +200,8 @@ def _make_tokens_of(
     options |= {"data.tools": "tools"} if section.tools else {}
     for field, name in options.items():
         if not (chat and knows_option(tokenizer, name)):
-            raise UserError(f"{field}: the policy has no chat template that knows {name!r}: leave it out")
+            unsupported = f"the policy's chat template does not support {name}"
+            raise UserError(f"{unsupported}; remove {field} or use another policy")
     encoders = {
         name: conversation_encoder(
             tokenizer,
@@ -244,14 +245,14 @@ class ParsedCompletion(NamedTuple):
     valid: bool
 
 
-def as_is(written: str, prompt: str) -> ParsedCompletion:
+def as_is(completion: str, prompt: str) -> ParsedCompletion:
     """Parse a completion as itself."""
-    return ParsedCompletion(written, True)
+    return ParsedCompletion(completion, True)
 
 
-def continued(written: str, prompt: str) -> ParsedCompletion:
+def continued(completion: str, prompt: str) -> ParsedCompletion:
     """Parse to the prompt plus the first line of its continuation; to the prompt, invalid, if that is empty."""
-    line = written.partition("\n")[0]
+    line = completion.partition("\n")[0]
     if not any(character.isalnum() for character in line):
         return ParsedCompletion(prompt, False)
     return ParsedCompletion(" ".join(f"{prompt}{line}".split()), True)
@@ -326,12 +327,12 @@ def make_decode(
 
     def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
         ids = [int(token) for token in tokens]
-        written = text_of(ids)
+        text = text_of(ids)
         if form == "append":  # keep the space before the first word, which a tokenizer drops
             start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
             head, whole = text_of(start), text_of(start + ids)
-            written = whole[len(head) :] if whole.startswith(head) else written
-        return written, read(written, prompt)
+            text = whole[len(head) :] if whole.startswith(head) else text
+        return text, read(text, prompt)
 
     return decode
 

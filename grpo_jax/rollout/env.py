@@ -24,7 +24,7 @@ from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, place_pictures
 from grpo_jax.rollout.data import Encoded, Row, pad
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
-from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.user_code import as_list, reason_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Episode:
         """Return the episode with fields of its last turn replaced."""
         return replace(self, turns=(*self.turns[:-1], replace(self.last, **changes)))
 
-    def remembered(self, *, pictures: bool) -> Episode:
+    def on_host(self, *, pictures: bool) -> Episode:
         """Return the episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
         turns = []
         for turn in self.turns:
@@ -153,13 +153,13 @@ def as_observation(value: object) -> Observation:
     """Convert an environment's return value to an observation; ValueError, which describes it, for another type."""
     if value is None:
         return Observation(done=True)
-    given = Observation(value) if isinstance(value, str) else value
-    if not (
-        isinstance(given, Observation) and isinstance(given.text, str) and isinstance(given.pictures, tuple | list)
+    observation = Observation(value) if isinstance(value, str) else value
+    if not isinstance(observation, Observation) or not (
+        isinstance(observation.text, str) and isinstance(observation.pictures, tuple | list)
     ):
         raise ValueError(f"{one_line(value, 60)}, not an Observation (a text and a list of pictures), a text or None")
-    require_text(given.text)
-    return replace(given, pictures=tuple(map(_own_picture, given.pictures)), done=bool(given.done))
+    require_text(observation.text)
+    return replace(observation, pictures=tuple(map(_own_picture, observation.pictures)), done=bool(observation.done))
 
 
 def _own_picture(picture: Source) -> Source:
@@ -234,7 +234,7 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
     All episodes fail if the environment raises (SystemExit too) or returns the wrong number of observations. One
     episode fails if its value is an exception or not an observation. `StopRun` propagates.
     """
-    at_work("the environment")
+    set_current_judge("the environment")
     try:
         with failures_as(_failure):
             own = [copy.deepcopy(row) for row in rows], [copy.deepcopy(episode) for episode in episodes]
@@ -242,9 +242,9 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
     except EnvError as error:
         return [error] * len(episodes)
     observations: list[Observation | EnvError] = []
-    for number, one in enumerate(returned):
+    for number, answer in enumerate(returned):
         try:
-            observations.append(_failure(one) if isinstance(one, BaseException) else as_observation(one))
+            observations.append(_failure(answer) if isinstance(answer, BaseException) else as_observation(answer))
         except ValueError as error:
             text = one_line(repr(episodes[number].last.completion[:40]), 50)
             observations.append(EnvError(f"it answered {error} to completion {number} ({text})"))
@@ -276,7 +276,7 @@ def ask_environment(
     `env`; otherwise EnvError is raised.
     """
     observations = collect_observations(env.step, rows, episodes)
-    shown = [() if isinstance(one, EnvError) or one.done else one.pictures for one in observations]
+    shown = [() if isinstance(answer, EnvError) or answer.done else answer.pictures for answer in observations]
     pictures = None
     try:
         pictures = prepared(prepare, shown, places, shape)
@@ -292,12 +292,12 @@ def ask_environment(
             observations[number], encoded[p * shape[1] + g] = answer
         except EnvError as error:
             observations[number] = error
-    failures = [one for one in observations if isinstance(one, EnvError)]
+    failures = [error for error in observations if isinstance(error, EnvError)]
     if failures and not env.lenient:
         raise failures[0]
-    given = [None if isinstance(one, EnvError) else one for one in observations]
+    answers = [None if isinstance(answer, EnvError) else answer for answer in observations]
     tokens, mask = pad(encoded, max(1, *map(len, encoded)), env.pad_id)
-    return given, Encoded(tokens.reshape(*shape, -1), mask.reshape(*shape, -1), pictures)
+    return answers, Encoded(tokens.reshape(*shape, -1), mask.reshape(*shape, -1), pictures)
 
 
 def _encoded(
@@ -337,8 +337,8 @@ def prepared(
 
 def _stacked(sources: list[Source]) -> Source:
     """Stack torch pictures of one size to one tensor on their device; return others unchanged."""
-    drawn = all(hasattr(one, "detach") and one.is_floating_point() and one.ndim == 3 for one in sources)
-    if not drawn or len({(one.shape, one.dtype, one.device) for one in sources}) > 1:
+    drawn = all(hasattr(picture, "detach") and picture.is_floating_point() and picture.ndim == 3 for picture in sources)
+    if not drawn or len({(picture.shape, picture.dtype, picture.device) for picture in sources}) > 1:
         return sources
     import torch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line, short_repr
+from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
 from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
 from grpo_jax.rollout.env import Episode, Observation
@@ -141,7 +141,7 @@ class EnvRunner:
                     self._check_prompt(start, await call_async(play.environment.reset, start[1]))
                 step = _checked(await call_async(self._step, play.environment, text, final))
             except BaseException as error:
-                if not is_own_doing(error):
+                if not raised_by_user_code(error):
                     raise
                 step = error
             play.steps.append(step)

@@ -126,11 +126,11 @@ def open_picture(source: Source) -> Image:
         return _from_array(source)
     if hasattr(source, "convert"):
         _check_still(source)
-        return _in_eight_bits(source)
+        return _to_uint8(source)
     with _opened(source) as picture:
         upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
         upright.load()
-        return _in_eight_bits(upright, picture.format)
+        return _to_uint8(upright, picture.format)
 
 
 def size_of(source: Source) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def size_of(source: Source) -> tuple[int, int]:
         return picture.height, picture.width
     with _opened(source) as picture:
         sideways = _orientation(picture) >= 5
-        _in_eight_bits(picture, picture.format)  # refuse it when a run starts, not when a batch needs it
+        _to_uint8(picture, picture.format)  # refuse it when a run starts, not when a batch needs it
         return (picture.width, picture.height) if sideways else (picture.height, picture.width)
 
 
@@ -222,7 +222,7 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
     return np.round(np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 
-def _in_eight_bits(picture: Image, kind: str | None = None) -> Image:
+def _to_uint8(picture: Image, kind: str | None = None) -> Image:
     """Return a picture with 8 bits per channel; `kind` is its file's format.
 
     Pillow itself clips 16-bit, 32-bit and float values at 255, which makes them white or black.

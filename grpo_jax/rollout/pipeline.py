@@ -44,7 +44,7 @@ class _Call:
 _here = threading.local()  # .call: the running stage of this thread
 
 
-def at_work(who: str) -> None:
+def set_current_judge(who: str) -> None:
     """Name the judge or reward of the calling stage for error messages; do nothing outside a stage."""
     call = getattr(_here, "call", None)
     if call is not None:
@@ -149,7 +149,7 @@ class Work:
         """
         results: list[Any] = [None] * count
         self._done = [0.0] * count
-        numbers, left = iter(range(count)), set(range(count))
+        numbers, unfinished = iter(range(count)), set(range(count))
 
         def work() -> None:
             for number in numbers:
@@ -159,7 +159,7 @@ class Work:
                     self._failure = self._failure or error
                 with self._changed:
                     self._done[number] = float("inf")
-                    left.discard(number)
+                    unfinished.discard(number)
                     self._changed.notify_all()
                 if self._is_over():
                     return
@@ -172,11 +172,11 @@ class Work:
         try:
             for thread in threads:
                 thread.start()
-            stuck = self._wait(left)
+            stuck = self._wait(unfinished)
         except Stopped:
             grace = _STOP_SECONDS
-            self._tell(Stopped(), left)
-            if left:
+            self._end_elsewhere(Stopped(), unfinished)
+            if unfinished:
                 raise
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -184,7 +184,7 @@ class Work:
                 self._ended = True
                 self._changed.notify_all()
             deadline = time.perf_counter() + grace
-            for thread in (one for one in threads if one.ident is not None):
+            for thread in filter(lambda thread: thread.ident is not None, threads):
                 if stuck is None or thread is not stuck.thread:
                     thread.join(max(0.0, deadline - time.perf_counter()))
                 if thread.is_alive():
@@ -193,7 +193,7 @@ class Work:
             raise self._failure
         return results
 
-    def _wait(self, left: set[int]) -> _Call | None:
+    def _wait(self, unfinished: set[int]) -> _Call | None:
         """Wait for results or a failure; return a call that timed out. Raises Stopped on a stop request.
 
         This thread cannot check the clock while a call holds the interpreter lock. faulthandler's thread then ends the
@@ -204,24 +204,24 @@ class Work:
             if limit is not None:
                 faulthandler.dump_traceback_later(limit + _HELD_SECONDS, exit=True, file=_STDERR)
             with self._changed:
-                if self._failure is not None or not left:
+                if self._failure is not None or not unfinished:
                     break
                 self._changed.wait(_POLL_SECONDS if limit is None else min(_POLL_SECONDS, limit / 4))
             if self.stopping():
                 raise Stopped
-            for call in list(self._calls) if left else ():
+            for call in list(self._calls) if unfinished else ():
                 if limit is not None and call.stage != "sample" and time.perf_counter() - call.start > limit:
                     self._failure = StageTimeout(call.stage, call.chunk, call.named(f"no result after {limit:g} s"))
-                    self._tell(self._failure, left)
+                    self._end_elsewhere(self._failure, unfinished)
                     return call
         if isinstance(self._failure, StageError) and self._failure.stage != "sample":  # all processes sample themselves
-            self._tell(self._failure, left)
+            self._end_elsewhere(self._failure, unfinished)
         return None
 
-    def _tell(self, error: BaseException, left: set[int]) -> None:
+    def _end_elsewhere(self, error: BaseException, unfinished: set[int]) -> None:
         """End the batch in the other processes too."""
         if process_count() > 1 and is_main_process():
             with self._sharing:  # all processes finish the current sampling first
-                if left or self._failure is not None:
+                if unfinished or self._failure is not None:
                     self._ended = True
                     broadcast({"stopped": isinstance(error, Stopped), "error": str(error)})

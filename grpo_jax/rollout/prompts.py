@@ -134,7 +134,7 @@ def _builtin(name: str) -> Records:
             heading = line.removeprefix("# ")
         elif line:
             records.append({"prompt": line, "tier": heading})
-    return listed("row", None, [one for one in enumerate(records) if tier in ("", one[1]["tier"])])
+    return listed("row", None, [record for record in enumerate(records) if tier in ("", record[1]["tier"])])
 
 
 def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | None]:

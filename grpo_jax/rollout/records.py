@@ -110,7 +110,7 @@ def _parsed(records: Records, first: int, parse: Callable[[Fields], Record]) -> 
         except ValueError as error:
             return number + first, str(error)
 
-    return records._replace(read=lambda start, stop: [parsed(*one) for one in records.read(start, stop)])
+    return records._replace(read=lambda start, stop: [parsed(*record) for record in records.read(start, stop)])
 
 
 def _parse_object(text: str) -> Record:

@@ -98,9 +98,9 @@ class ResolvedRewards(NamedTuple):
         )
 
     @property
-    def asked(self) -> frozenset[str]:
+    def argument_names(self) -> frozenset[str]:
         """Return the names of all rewards' arguments."""
-        return frozenset(name for one in (*self.maximised, *self.evaluated) for name in arguments_of(one.function))
+        return frozenset(name for entry in (*self.maximised, *self.evaluated) for name in arguments_of(entry.function))
 
     def describe(self) -> str:
         """Describe the maximised rewards: name, weight and condition of each."""
@@ -154,7 +154,7 @@ def resolve_rewards(
             raise UserError(f"{where}: {_unknown(name, source, where)}")
         if judge:
             require(judge in judges, f"{where}.{name}", f"one of the judges {[*judges]}", judge)
-        function, options = _made(source.functions[base], options, name)
+        function, options = _make_reward(source.functions[base], options, name)
         return ResolvedReward(name, function, judge, options)
 
     maximised = []
@@ -247,7 +247,7 @@ def _unknown(name: str, source: TaskRewards, where: str) -> str:
     return f"expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
 
 
-def _made(reward: Reward, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
+def _make_reward(reward: Reward, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
     """Return one of the task's rewards and its remaining options; a class consumes them."""
     is_class = inspect.isclass(reward.func if isinstance(reward, functools.partial) else reward)
     check_options(label, reward, options, () if is_class else RESERVED_COLUMNS)

@@ -17,8 +17,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, own_copy
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pictures import open_picture
-from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.user_code import as_list, as_number, begin, reason_of
 
 Reward = Callable[..., Any]
@@ -158,7 +159,7 @@ def collect_rewards(
 
 
 def _call(function: Reward, name: str, arguments: Columns) -> object:
-    at_work(f"reward {name}")
+    set_current_judge(f"reward {name}")
     with failures_as(lambda error: RewardError(name, reason_of(error))):
         shown = _in_messages(arguments, getattr(function, "reads_messages", False))
         # Each call gets its own values, so that a reward cannot change the input of another one, or the stored rows.
@@ -180,7 +181,7 @@ def _in_messages(arguments: Columns, messages: bool | None) -> Columns:
 
 def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
     """Convert a reward's result to f64 [count]; NaN for None and, if lenient, for a non-finite number."""
-    at_work(f"reward {name}")
+    set_current_judge(f"reward {name}")
     with failures_as(lambda error: RewardError(name, reason_of(error))):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
     numbers = np.full(len(values), np.nan)
@@ -197,8 +198,29 @@ def _read(returned: object, name: str, completions: list[str], *, lenient: bool)
     return numbers
 
 
-class Score(Protocol):
-    """Judges the last completions of episodes."""
+@dataclass(frozen=True)
+class Score:
+    """Judges the last completions of episodes by rewards and eval rewards.
+
+    A reward may ask for "episodes", for token ids as "completion_ids", and for prompts and completions as chat
+    messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a reward can recognise
+    groups.
+
+    Attributes:
+        rewards: N functions by name.
+        eval_rewards: W functions by name.
+        missing: A failing reward is missing; otherwise it raises.
+        columns_of: (completions, columns) → further columns, called once for all rewards.
+        tokenize: Encodes a completion that the policy did not generate.
+        role: Role of observations in the messages of an episode.
+    """
+
+    rewards: Mapping[str, Reward]
+    eval_rewards: Mapping[str, Reward]
+    missing: bool
+    columns_of: Callable[[Sequence[str], Columns], Columns] | None = None
+    tokenize: Callable[[str], list[int]] = lambda text: []
+    role: str = "user"
 
     def __call__(
         self,
@@ -210,53 +232,11 @@ class Score(Protocol):
         progress: Columns = MappingProxyType({}),
         missing: bool | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return rewards f32 [P, G, N] and eval rewards f32 [P, G, W]; NaN is missing.
+        """Return rewards f32 [P, G, N] and eval rewards f32 [P, G, W] of episodes `[P][G]`; NaN is missing.
 
-        Args:
-            episodes: `[P][G]`.
-            pictures: The renderer's, with attributes of the names `PICTURES`; or None.
-            tokens: `[P][G]`, the policy's token ids, if it generated them.
-            progress: Arguments about the run.
-            missing: Whether a failing reward is missing; None as configured.
+        `tokens` `[P][G]` are the policy's token ids, if it generated them, and `progress` arguments about the run.
+        `missing` replaces the attribute, unless None.
         """
-
-
-def make_score(
-    rewards: Mapping[str, Reward],
-    eval_rewards: Mapping[str, Reward],
-    *,
-    missing: bool,
-    columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
-    tokenize: Callable[[str], list[int]] = lambda text: [],
-    role: str = "user",
-) -> Score:
-    """Make the score of some rewards and eval rewards.
-
-    A reward may ask for "episodes", for token ids as "completion_ids", and for prompts
-    and completions as chat messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a
-    reward can recognise groups.
-
-    Args:
-        rewards: N functions by name.
-        eval_rewards: W functions by name.
-        missing: A failing reward is missing; otherwise it raises.
-        columns_of: (completions, columns) → further columns, called once for all rewards.
-        tokenize: Encodes a completion that the policy did not generate.
-        role: Role of observations in the messages of an episode.
-    """
-
-    configured = missing
-
-    def score(
-        rows: Sequence[Row],
-        episodes: Sequence[Sequence[Episode]],
-        pictures: Any,
-        *,
-        tokens: Sequence[Sequence[list[int]]] | None = None,
-        progress: Columns = MappingProxyType({}),
-        missing: bool | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        lenient = configured if missing is None else missing
         group, judged = len(episodes[0]), [*itertools.chain.from_iterable(episodes)]
         completions = [episode.last.completion for episode in judged]
         prompts = [row.prompt for row in rows for _ in range(group)]
@@ -264,17 +244,15 @@ def make_score(
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
         if all(episode.final and len(episode.turns) == 1 for episode in judged):  # others may lack their group
             columns["place_in_group"] = [*range(group)] * len(rows)
-        written = [[]] * len(judged) if tokens is None else itertools.chain.from_iterable(tokens)
-        columns["completion_ids"] = [ids or tokenize(text) for ids, text in zip(written, completions, strict=True)]
-        columns[MESSAGES[1]] = [_episode_messages(episode, role) for episode in judged]
-        if columns_of is not None:
-            columns |= columns_of(completions, own_copy(columns))
-
-        judge = functools.partial(collect_rewards, on_error="missing" if lenient else "raise")
+        ids = [[]] * len(judged) if tokens is None else itertools.chain.from_iterable(tokens)
+        columns["completion_ids"] = [own or self.tokenize(text) for own, text in zip(ids, completions, strict=True)]
+        columns[MESSAGES[1]] = [_episode_messages(episode, self.role) for episode in judged]
+        if self.columns_of is not None:
+            columns |= self.columns_of(completions, own_copy(columns))
+        on_error = "missing" if (self.missing if missing is None else missing) else "raise"
+        judge = functools.partial(collect_rewards, on_error=on_error)
         arguments = prompts, completions, columns, group
-        return judge(rewards, *arguments), judge(eval_rewards, *arguments)
-
-    return score
+        return judge(self.rewards, *arguments), judge(self.eval_rewards, *arguments)
 
 
 def _episode_messages(episode: Episode, role: str) -> list[dict[str, str]]:
@@ -312,7 +290,7 @@ def _row_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, A
 
 def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
     """Select the arguments a reward takes: all but `WHERE_NAMED` with ``**columns``, else only named arguments."""
-    return {name: value for name, value in arguments.items() if asks(function, name)}
+    return {name: value for name, value in arguments.items() if takes_argument(function, name)}
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:
@@ -323,7 +301,7 @@ def _parameters(function: Reward) -> list[inspect.Parameter]:
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
 
 
-def asks(function: Reward, name: str) -> bool:
+def takes_argument(function: Reward, name: str) -> bool:
     """Return whether a reward takes an argument."""
     parameters = _parameters(function)
     takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -332,8 +310,8 @@ def asks(function: Reward, name: str) -> bool:
 
 def arguments_of(reward: Reward, *, required: bool = False) -> list[str]:
     """Return a reward's arguments that can be passed by name, or only those without a default."""
-    named = [one for one in _parameters(reward) if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    return [one.name for one in named if not required or one.default is one.empty]
+    named = [item for item in _parameters(reward) if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
+    return [item.name for item in named if not required or item.default is item.empty]
 
 
 def with_arguments(

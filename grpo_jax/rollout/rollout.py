@@ -68,6 +68,12 @@ class RolloutFns(NamedTuple):
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
     picture_rewards: frozenset[str] = frozenset()
 
+    def see(self, variables: PyTree, pictures: Pictures | None) -> tuple[PictureStates | None, PictureInput | None]:
+        """Return the states of pictures and the input of the update; None for both without pictures."""
+        if pictures is None or self.encode_images is None:
+            return None, None
+        return self.encode_images(variables, pictures)
+
     def with_step(self, step: Env) -> RolloutFns:
         """Return the functions with another environment, such as a control."""
         return self if self.env is None else self._replace(env=self.env._replace(step=step))
@@ -108,7 +114,7 @@ class Rollout(NamedTuple):
             return np.zeros(self.rewards.shape[:3], np.int32)
         mask, turn = np.asarray(self.samples.mask), self.samples.turn
         turns = [mask] if turn is None else [mask & (turn == u) for u in range(self.rewards.shape[2])]
-        return np.stack([one.sum(-1, dtype=np.int32) for one in turns], axis=-1)
+        return np.stack([tokens.sum(-1, dtype=np.int32) for tokens in turns], axis=-1)
 
     @property
     def texts(self) -> list[list[str]]:
@@ -235,7 +241,7 @@ class _Chunk:
         self.episodes = [[Episode((Turn(text),), final=True) for text in group] for group in texts]
         self.active = np.ones((len(self.rows), len(self.episodes[0])), bool)
         rewards, eval_rewards = np.split(self._judge_turn(None)[:, :, None], [len(self.fns.reward_names)], axis=-1)
-        return Rollout(self.rows, self._remembered(), rewards, eval_rewards)
+        return Rollout(self.rows, self._episodes_on_host(), rewards, eval_rewards)
 
     def collect(self, sample: Sample, variables: PyTree, keys: jax.Array) -> Rollout:
         """Sample, judge and step the environment turn by turn, until all episodes are done."""
@@ -243,23 +249,20 @@ class _Chunk:
         turns = 1 if env is None else env.turns
         with self.work.stage("sample", self.number):
             prompt = fns.encode(self.rows)
-            shown: dict[str, Any] = {}
-            trained_on = None
-            if prompt.pictures is not None and fns.encode_images is not None:
-                shown["pictures"], trained_on = fns.encode_images(variables, prompt.pictures)
-            given = variables, prompt.tokens, prompt.mask, keys
-            carried = None
+            states, trained_on = fns.see(variables, prompt.pictures)
+            pictures = {} if states is None else {"pictures": states}
+            inputs, cache = (variables, prompt.tokens, prompt.mask, keys), None
             if isinstance(sample, EpisodeSampler):
-                written, carried = sample.begin(*given, **shown)
+                sampled, cache = sample.begin(*inputs, **pictures)
             else:
-                written = sample(*given, **shown)
-            samples = [on_host(written)]
+                sampled = sample(*inputs, **pictures)
+            samples = [on_host(sampled)]
         shape = samples[0].truncated.shape
         self.episodes = [[Episode(()) for _ in range(shape[1])] for _ in self.rows]
         self.active, failed = np.ones(shape, bool), np.zeros(shape, bool)
         values = np.full((*shape, turns, len(fns.reward_names) + len(fns.eval_reward_names)), np.nan, np.float32)
         observed: list[Encoded] = []
-        seen: list[PictureInput | None] = []  # pictures of each of `observed`, as inputs of the update
+        observed_inputs: list[PictureInput | None] = []  # pictures of each of `observed`, for the update
         for turn in range(turns):
             self._read_turn(samples[-1], final=turn + 1 == turns)
             values[:, :, turn] = self._judge_turn(samples[-1])
@@ -270,25 +273,23 @@ class _Chunk:
                 break
             with self.work.stage("sample", self.number):
                 assert isinstance(sample, EpisodeSampler)
-                states = None
-                seen.append(None)
-                if observed[-1].pictures is not None and fns.encode_images is not None:
-                    states, seen[-1] = fns.encode_images(variables, observed[-1].pictures)
-                given, following = observed[-1], turn_keys(keys, turn + 1)
-                written, carried = sample.go_on(
-                    variables, carried, given.tokens, given.mask, following, self.active, states
+                answer, following = observed[-1], turn_keys(keys, turn + 1)
+                states, picture_input = fns.see(variables, answer.pictures)
+                observed_inputs.append(picture_input)
+                sampled, cache = sample.go_on(
+                    variables, cache, answer.tokens, answer.mask, following, self.active, states
                 )
-                samples.append(on_host(written))
+                samples.append(on_host(sampled))
             if turn + 2 == turns:
-                carried = None
+                cache = None
         rewards, eval_rewards = np.split(values, [len(fns.reward_names)], axis=-1)
         rewards[failed] = np.nan  # a failed episode ended early: it has no reward in any turn
         stream = samples[0]
         if env is not None:
             stream = join_turns(samples, observed, env.stream_tokens, env.pad_id)
-        pictures = {} if self.iteration is None else {"pictures": trained_on, "observations": chained(seen)}
-        pictures = {name: some for name, some in pictures.items() if some is not None}
-        judged = self.rows, self._remembered(), rewards, eval_rewards
+        inputs = {} if self.iteration is None else {"pictures": trained_on, "observations": chained(observed_inputs)}
+        pictures = {name: part for name, part in inputs.items() if part is not None}
+        judged = self.rows, self._episodes_on_host(), rewards, eval_rewards
         return Rollout(*judged, stream, prompt.tokens, prompt.mask, pictures)
 
     @property
@@ -360,9 +361,10 @@ class _Chunk:
         encoded = Encoded(np.zeros(0), np.zeros(0))
         if is_main_process():
             with self.work.stage("env", self.number):
-                asked = [self.rows[p] for p, _ in places], [self.episodes[p][g] for p, g in places]
+                arguments = [self.rows[p] for p, _ in places], [self.episodes[p][g] for p, g in places]
                 ended = [_tokens(samples, place)[-1] in env.eos_ids for place in places]
-                observations, encoded = ask_environment(env, self.fns.prepare, *asked, ended, places, self.active.shape)
+                arguments = *arguments, ended, places, self.active.shape
+                observations, encoded = ask_environment(env, self.fns.prepare, *arguments)
         if process_count() > 1:
             observations, encoded = self._shared_observations(observations, encoded)
         for place, observation in zip(places, observations, strict=True):
@@ -375,7 +377,7 @@ class _Chunk:
         self, observations: list[Observation | None], encoded: Encoded
     ) -> tuple[list[Observation | None], Encoded]:
         """Broadcast process 0's observations; the other processes receive only the prepared pictures."""
-        texts = [None if one is None else [one.text, one.done] for one in observations]
+        texts = [None if observation is None else [observation.text, observation.done] for observation in observations]
         pictures = None if encoded.pictures is None else [*encoded.pictures]
         shared: Any = self.work.share([texts, encoded.tokens, encoded.mask, pictures])
         if is_main_process():
@@ -384,9 +386,9 @@ class _Chunk:
         observations = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
         return observations, Encoded(tokens, mask, None if pictures is None else Pictures(*pictures))
 
-    def _remembered(self) -> list[list[Episode]]:
+    def _episodes_on_host(self) -> list[list[Episode]]:
         return [
-            [episode.remembered(pictures=row < self.gallery) for episode in group]
+            [episode.on_host(pictures=row < self.gallery) for episode in group]
             for row, group in enumerate(self.episodes, self.start)
         ]
 
@@ -410,10 +412,10 @@ def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """Concatenate chunks or batches; prompts are left-padded to the longest."""
     whole = Rollout(
-        [row for one in parts for row in one.rows],
-        [group for one in parts for group in one.episodes],
-        np.concatenate([one.rewards for one in parts]),
-        np.concatenate([one.eval_rewards for one in parts]),
+        [row for part in parts for row in part.rows],
+        [group for part in parts for group in part.episodes],
+        np.concatenate([part.rewards for part in parts]),
+        np.concatenate([part.eval_rewards for part in parts]),
     )
     if parts[0].samples is None:
         return whole
@@ -422,16 +424,16 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         width = max(array.shape[1] for array in arrays)
         return np.concatenate([np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in arrays])
 
-    counts = [len(one.rows) for one in parts]
-    names = sorted({name for one in parts for name in one.pictures})
-    pictures = {name: joined_some([one.pictures.get(name) for one in parts], counts) for name in names}
-    stages = {name for one in parts for name in one.seconds}
+    counts = [len(part.rows) for part in parts]
+    names = sorted({name for part in parts for name in part.pictures})
+    pictures = {name: joined_some([part.pictures.get(name) for part in parts], counts) for name in names}
+    stages = {name for part in parts for name in part.seconds}
     return whole._replace(
-        samples=jax.tree.map(lambda *arrays: np.concatenate(arrays), *[one.samples for one in parts]),
-        prompt_tokens=aligned([one.prompt_tokens for one in parts]),
-        prompt_mask=aligned([one.prompt_mask for one in parts]),
-        pictures={name: some for name, some in pictures.items() if some is not None},
-        seconds={name: sum(one.seconds.get(name, 0.0) for one in parts) for name in stages},
+        samples=jax.tree.map(lambda *arrays: np.concatenate(arrays), *[part.samples for part in parts]),
+        prompt_tokens=aligned([part.prompt_tokens for part in parts]),
+        prompt_mask=aligned([part.prompt_mask for part in parts]),
+        pictures={name: array for name, array in pictures.items() if array is not None},
+        seconds={name: sum(part.seconds.get(name, 0.0) for part in parts) for name in stages},
     )
 
 

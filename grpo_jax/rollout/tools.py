@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
+from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.prompts import read_content
@@ -50,9 +50,9 @@ def calls_in(text: str) -> list[Call]:
     of objects {"name": …, "parameters": {…}}. A malformed call has a `problem`.
     """
     text = text.rpartition("</think>")[2]
-    written = _TAGGED.findall(text)
-    bare = None if written else _BARE.fullmatch(text)
-    return [_read(one) for one in (_objects(bare[1]) if bare else written)]
+    calls = _TAGGED.findall(text)
+    bare = None if calls else _BARE.fullmatch(text)
+    return [_read_call(call) for call in (_objects(bare[1]) if bare else calls)]
 
 
 def _objects(text: str) -> Iterator[str]:
@@ -67,9 +67,9 @@ def _objects(text: str) -> Iterator[str]:
         text = text[end:].lstrip("; ,\n")
 
 
-def _read(written: str) -> Call:
+def _read_call(text: str) -> Call:
     try:
-        call = json.loads(written)
+        call = json.loads(text)
         if not (isinstance(call, Mapping) and isinstance(call.get("name"), str)):
             return Call(problem=f"expected {_FORM}")
         arguments = call.get("arguments", call.get("parameters")) or {}
@@ -158,7 +158,7 @@ class Toolbox:
             else:
                 text = f"error: no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
         except BaseException as error:
-            if not is_own_doing(error):
+            if not raised_by_user_code(error):
                 raise
             text = f"error: {_reason(error)}"
         return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
@@ -172,7 +172,7 @@ def _reason(error: BaseException) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:4])
+        return "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:4])
     return one_line(error, 200) or type(error).__name__
 
 
@@ -183,7 +183,7 @@ def _schema(tool: Any) -> Mapping[str, Any]:
     function, fixed = (tool.func, tool.keywords) if isinstance(tool, functools.partial) else (tool, {})
     schema = get_json_schema(function)
     parameters = inspect.signature(tool).parameters.values()
-    names = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)} - {*fixed}
+    names = {item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)} - {*fixed}
     shown = schema["function"]["parameters"]
     shown["properties"] = {name: one for name, one in shown["properties"].items() if name in names}
     if "required" in shown:
@@ -193,13 +193,13 @@ def _schema(tool: Any) -> Mapping[str, Any]:
 
 def toolbox(names: Sequence[str]) -> Toolbox:
     """Return the tools of these names; UserError for an object that cannot be a tool."""
-    return _toolbox(tuple(names), tuple(map(_loaded, names)))
+    return _toolbox(tuple(names), tuple(map(_load_tool, names)))
 
 
 _toolbox = functools.lru_cache(maxsize=8)(Toolbox)
 
 
-def _loaded(name: str) -> Any:
+def _load_tool(name: str) -> Any:
     if not name.startswith(IN_PYTHON):
         return load_object(name, "tool")
     if name not in GIVEN_TOOLS:

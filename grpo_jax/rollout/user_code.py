@@ -63,7 +63,7 @@ def begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
 
 def all_finished(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of coroutines that run concurrently in `event_loop`."""
-    futures = [begin(one) for one in coroutines]
+    futures = [begin(coroutine) for coroutine in coroutines]
     return [future.result() for future in futures]
 
 

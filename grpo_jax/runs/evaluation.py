@@ -138,10 +138,8 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
             raise Stopped
         part = rows[start : start + chunk_size(ctx)]
         prompt = ctx.fns.encode(part)
-        encode_images = ctx.fns.encode_images
-        pictures = {}
-        if prompt.pictures is not None and encode_images is not None:
-            pictures["pictures"] = encode_images(variables, prompt.pictures)[0]
+        states, _ = ctx.fns.see(variables, prompt.pictures)
+        pictures = {} if states is None else {"pictures": states}
         ranking = on_host(rank(variables, prompt.tokens, prompt.mask, **pictures))
         columns = choices.columns(part, ranking.texts, ranking.scores)
         texts += [choices.texts[int(number)] for number in ranking.texts[:, 0]]
@@ -217,13 +215,13 @@ def means(ctx: RunContext, rollout: Rollout) -> dict[str, float]:
     return {name: present_mean(values[..., n]) for n, name in enumerate(ctx.measure_names)} | {TOTAL: float(total)}
 
 
-def checkpoint_names(run_dir: str | Path, wanted: str) -> list[str]:
-    """Return the names of a run's checkpoints, newest first, and `START`; UserError unless `wanted` can be read."""
+def checkpoint_names(run_dir: str | Path, name: str) -> list[str]:
+    """Return the names of a run's checkpoints, newest first, and `START`; UserError unless `name` can be read."""
     run_config(run_dir)
     with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
-        if wanted != START:
-            checkpoints.read_meta(wanted)
-        return list(dict.fromkeys([wanted, *reversed(checkpoints.available()), START]))
+        if name != START:
+            checkpoints.read_meta(name)
+        return list(dict.fromkeys([name, *reversed(checkpoints.available()), START]))
 
 
 class InferenceSession:

@@ -25,15 +25,7 @@ from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
 from grpo_jax.models.vision.pictures import Pictures
-from grpo_jax.rollout.data import (
-    SPLITS,
-    Encoded,
-    PromptSet,
-    all_rows,
-    batches_per_epoch,
-    data_identity,
-    row_facts,
-)
+from grpo_jax.rollout.data import SPLITS, Encoded, PromptSet, all_rows, batches_per_epoch, data_identity, row_facts
 from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens, template_options
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.reward_registry import (
@@ -44,7 +36,7 @@ from grpo_jax.rollout.reward_registry import (
     require_values,
     resolve_rewards,
 )
-from grpo_jax.rollout.rewards import Reward, arguments_of, make_score
+from grpo_jax.rollout.rewards import Reward, Score, arguments_of
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
@@ -299,20 +291,20 @@ def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[ja
     """
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
     processes = process_count()
-    wanted = mesh.size // processes
-    if len(devices) < wanted:
+    count = mesh.size // processes
+    if len(devices) < count:
         each = f" in each of {processes} processes" if processes > 1 else ""
         raise UserError(
-            f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes {wanted} devices{each}, but the policy has "
+            f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes {count} devices{each}, but the policy has "
             f"{len(devices)} ({', '.join(map(str, devices))}); make the mesh smaller (evaluate: --mesh FSDP TENSOR); "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial"
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} shows JAX that many on a CPU, for a trial"
         )
     if processes == 1:
-        return devices[:wanted]
+        return devices[:count]
     if devices[0].platform == "gpu" and os.environ.get(_ON_THIS_MACHINE, "0") != "0":
         raise UserError(f"{_ON_THIS_MACHINE}: expected one process on each machine (srun --ntasks-per-node=1)")
     mine = jax.local_devices(backend=devices[0].platform)
-    numbers = [mine.index(device) for device in devices[:wanted]]
+    numbers = [mine.index(device) for device in devices[:count]]
     every = (jax.local_devices(process, devices[0].platform) for process in range(processes))
     return [local[number] for local in every for number in numbers]
 
@@ -329,8 +321,8 @@ def make_rollout_fns(
     return RolloutFns(
         encode=loaded.encode,
         decode=make_decode(folder.tokenizer, form=config.data.form, read=config.task.parser(config)),
-        render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
-        score=make_score(
+        render=None if data.render is None or not is_main_process() else data.render(judges, rewards.argument_names),
+        score=Score(
             maximised,
             evaluated,
             missing=config.on_judge_error == "missing",

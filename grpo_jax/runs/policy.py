@@ -88,8 +88,8 @@ def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a chat token of the tokenizer that no chat template uses; else ""."""
     if getattr(tokenizer, "chat_template", None):
         return ""
-    known = tokenizer.get_vocab()
-    return next((mark for mark in _CHAT_MARKS if mark in known), "")
+    vocabulary = tokenizer.get_vocab()
+    return next((mark for mark in _CHAT_MARKS if mark in vocabulary), "")
 
 
 def load_run_policy(

@@ -208,15 +208,15 @@ def _watch(run_dir: str, done: threading.Event) -> None:
 
     Nobody judges process 0 so: one of its rewards may hold the interpreter lock.
     """
-    client, own, heard = distributed_client(), str(process_index()), {}
+    client, own, last_signs = distributed_client(), str(process_index()), {}
     with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and JAX aborts
         while not done.wait(SILENT_SECONDS / 20):
             client.key_value_set(f"{ALIVE}/{own}", str(time.monotonic()), allow_overwrite=True)
             signs, now = dict(client.key_value_dir_get(ALIVE)), time.monotonic()
             for name, sign in signs.items():
-                if heard.get(name, ("", 0))[0] != sign:
-                    heard[name] = sign, now
-            silent = any(sign != "done" and now - since > SILENT_SECONDS for sign, since in heard.values())
+                if last_signs.get(name, ("", 0))[0] != sign:
+                    last_signs[name] = sign, now
+            silent = any(sign != "done" and now - since > SILENT_SECONDS for sign, since in last_signs.values())
             if f"{ALIVE}/gone" in signs or (own == "0" and silent):
                 _leave(run_dir)
         client.key_value_set(f"{ALIVE}/{own}", "done", allow_overwrite=True)

@@ -221,11 +221,9 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
         ids, learned = supervised_stream(ctx, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
-    inputs = {"pictures": prompts.pictures, "observations": shown}
-    see = fns.encode_images
-    states = {name: see(variables, part)[1] for name, part in inputs.items() if see is not None and part is not None}
+    inputs = {"pictures": fns.see(variables, prompts.pictures)[1], "observations": fns.see(variables, shown)[1]}
     arrays: Any = (prompts.tokens, prompts.mask, tokens, mask)  # jit places NumPy arrays
-    batch = Batch(*arrays, pictures=states)
+    batch = Batch(*arrays, pictures={name: part for name, part in inputs.items() if part is not None})
     return batch if section.turns == 1 else batch._replace(present=present)
 
 

@@ -19,11 +19,11 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, is_own_doing
+from grpo_jax.errors import UserError, raised_by_user_code
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
 from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.pictures import RenderedImages
-from grpo_jax.rollout.pipeline import at_work
+from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.renderer import learn_pictures, noise_seeds
@@ -278,7 +278,7 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
         words = [text for group in texts for text in group for _ in range(count)]
         plain = [*zip([row.prompt for row in rows for _ in range(len(seeds) // len(rows))], seeds, strict=True)]
         places = {pair: place for place, pair in enumerate(dict.fromkeys(plain))}
-        at_work("judges.renderer")
+        set_current_judge("judges.renderer")
         try:
             images, baseline = renderer.draw(words, seeds, evaluation=evaluation).to(device), None
             if baselines:
@@ -286,7 +286,7 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
                 unchanged = renderer.draw(prompts, noises, evaluation=evaluation)
                 baseline = unchanged[[places[pair] for pair in plain]].to(device)
         except BaseException as error:
-            if config.on_judge_error == "missing" and is_own_doing(error):
+            if config.on_judge_error == "missing" and raised_by_user_code(error):
                 return RenderedImages(None, None, count)
             raise
         return RenderedImages(images, baseline, count)

@@ -248,12 +248,12 @@ def full_batch(config: Config, prompts: tuple[int, int]) -> Batch:
     """Return a batch of zeros with prompts (P, L), completions of maximal length, and one reward."""
     sampling, algorithm = config.sampling, config.resolved_algorithm
     shape = (prompts[0], sampling.group_size, sampling.stream_tokens)
-    written, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
-    samples = Samples(zeros.astype(np.int32), written, zeros, zeros, np.zeros(shape[:2], bool))
+    mask, zeros = np.ones(shape, bool), np.zeros(shape, np.float32)
+    samples = Samples(zeros.astype(np.int32), mask, zeros, zeros, np.zeros(shape[:2], bool))
     if sampling.sampling_mask == "keep":
         samples = samples._replace(kept=np.zeros((*shape, sampling.top_k), np.int32))
     if sampling.turns > 1:
-        samples = samples._replace(present=written, turn=zeros.astype(np.int32))
+        samples = samples._replace(present=mask, turn=zeros.astype(np.int32))
     turns = (*shape[:2], sampling.turns)
     judged, lengths = jnp.zeros((*turns, 1), jnp.float32), jnp.ones(turns, jnp.int32)
     options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}

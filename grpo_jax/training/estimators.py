@@ -160,7 +160,7 @@ def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.
     """Return the groups with non-zero variance in some turn, bool [P]; DAPO keeps them (arXiv:2503.14476)."""
     rewards, returns = objectives.rewards, objectives.returns
     by_turn = [rewards] if returns is None else [returns[:, :, turn] for turn in range(returns.shape[2])]
-    return np.any([groups_that_vary(one, objectives.weights, section) for one in by_turn], axis=0)
+    return np.any([groups_that_vary(values, objectives.weights, section) for values in by_turn], axis=0)
 
 
 @partial(jax.jit, static_argnames=("weights", "section"))

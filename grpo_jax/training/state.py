@@ -208,6 +208,6 @@ def rollout_copy(state: TrainState) -> RolloutWeights:
 
 def rollout_variables(state: TrainState, copied: RolloutWeights) -> Variables:
     """Return the variables of the policy that samples ahead, without value head."""
-    learned = trained_weights(state.variables)
-    frozen = {name: tree for name, tree in state.variables.items() if name not in learned}
+    trained = trained_weights(state.variables)
+    frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
     return {**frozen, policy_collection(state.variables): copied.weights}

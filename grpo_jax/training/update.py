@@ -371,7 +371,7 @@ def make_learner(
         config.resolved_algorithm,
         config.training,
         temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.written_tokens,
+        max_new_tokens=config.sampling.max_policy_tokens,
         allowed_tokens=None if allowed_tokens is None else jnp.asarray(allowed_tokens),
         trie=trie,
         ppo=config.ppo,

@@ -95,7 +95,7 @@ def test_completions_and_report_show_the_picture(run, home):
 
 
 @pytest.mark.wide
-def test_a_run_goes_on_as_if_it_had_never_stopped(run, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(run, tmp_path):
     again = rewound(run, tmp_path / "again", 1)
     assert train_here(run, again, "--resume") == 0
     assert_same_run(again, run)

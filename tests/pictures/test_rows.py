@@ -27,7 +27,7 @@ from grpo_jax.rollout.encoding import ImageProcessor, make_encode
 from grpo_jax.rollout.env import as_uint8
 from grpo_jax.rollout.pictures import File, open_picture, read_rgb, size_of
 from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
-from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.rewards import Score
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.python_input import PythonInput, from_python, keep_prompts, kept_prompts
 
@@ -307,7 +307,7 @@ def asked(rows, drawn=None):
         got.update(columns, prompts=prompts)
         return [0.0] * len(completions)
 
-    make_score({"r": reward}, {}, missing=False)(rows, single_turns([["a", "b"]] * len(rows)), drawn)
+    Score({"r": reward}, {}, missing=False)(rows, single_turns([["a", "b"]] * len(rows)), drawn)
     return got
 
 

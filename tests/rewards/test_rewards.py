@@ -24,7 +24,7 @@ def values(reward, texts, answer=None, **options):
     return [None if value != value else value for value in found.ravel().tolist()]
 
 
-def test_each_is_described_on_its_page():
+def test_each_shipped_reward_is_documented():
     page = (ROOT / "docs" / "rewards.md").read_text()
     assert len(PUBLIC) == 5
     for reward in PUBLIC:
@@ -147,7 +147,7 @@ def test_thinking_comes_first_and_ends(text, options, value):
     assert values(rewards.think_format, [text], **options) == [value]
 
 
-def test_lengths_are_counted_in_what_is_asked_for():
+def test_lengths_are_counted_in_the_configured_unit():
     texts = ["", "a b", "a b c d", "a b c d e f g h i"]
     assert values(rewards.length_penalty, texts, start=2, end=6) == [0.0, 0.0, -0.5, -1.0]
     assert values(rewards.length_penalty, texts, start=2, end=6, unit="tokens") == [0.0, -0.25, -0.75, -1.0]

@@ -24,7 +24,7 @@ async def lengths(completions):
     return [len(text) for text in completions]
 
 
-def test_each_waits_for_the_others():
+def test_async_rewards_run_concurrently():
     """One after the other, the first would wait for ever; so would the one that is no coroutine."""
     asked, told, here = asyncio.Event(), asyncio.Event(), threading.Event()
 
@@ -46,7 +46,7 @@ def test_each_waits_for_the_others():
     np.testing.assert_array_equal(collect(first, second, plain), [[1, 2, 3]] * 2)
 
 
-def test_what_one_keeps_in_the_loop_is_there_in_the_next_call():
+def test_async_rewards_keep_connections_between_calls():
     """As a client with open connections is, which belongs to the loop that it was made in."""
     kept = []
 
@@ -72,7 +72,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_goes_wrong_is_told_as_of_one_that_is_no_coroutine(fault):
+def test_failures_of_async_rewards_are_reported_as_of_others(fault):
     def plain(completions):
         if isinstance(fault, BaseException):
             raise fault
@@ -114,7 +114,7 @@ def test_a_task_that_exits_does_not_take_the_loop_with_it_and_a_stop_stops():
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["that has begun", "that has not"])
-def test_a_failure_calls_off_what_still_waits(begun):
+def test_a_failure_cancels_the_other_async_rewards(begun):
     here, called_off = threading.Event(), threading.Event()
 
     async def waits(completions):

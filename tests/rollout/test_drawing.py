@@ -101,7 +101,7 @@ def order(iteration=0):
 
 
 @pytest.mark.parametrize("cap", [2.0, 0.0])
-def test_a_batch_that_teaches_is_the_batch(cap):
+def test_an_informative_batch_is_not_drawn_again(cap):
     """The sampler's own probabilities travel only when asked for."""
     ctx, judged = make_ctx(range(ROWS), importance_cap=cap)
     drawn = drawn_of(ctx, 2)
@@ -138,7 +138,7 @@ def test_too_few_groups_are_filled_up_with_masked_ones():
     assert not np.asarray(batch.advantages)[2:].any() and np.asarray(batch.advantages)[:2].any()
 
 
-def test_the_sum_and_the_objectives_judge_differently():
+def test_informative_groups_differ_between_sum_and_objectives():
     """Odd prompts' objectives cancel: GDPO learns from them, GRPO has to look on."""
     for advantage in ("gdpo", "grpo"):
         ctx, _ = make_ctx(range(ROWS), advantage=advantage)
@@ -162,7 +162,7 @@ def test_a_prompt_that_comes_again_gets_other_completions():
     assert not (keys[0] == keys[1]).all(-1).any()
 
 
-def test_dropped_groups_are_as_if_they_had_not_been():
+def test_dropped_groups_change_no_statistic():
     own = order()[:SIZE]
     ctx, judged = make_ctx(set(own[:2]), zero_variance_groups="drop")
     drawn = drawn_of(ctx)
@@ -217,7 +217,7 @@ def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(a
     assert (np.isnan if advantage == "gae" else np.logical_not)(learned(gone)[:, 1]).all()
 
 
-def test_a_missing_reward_does_not_make_a_dead_group_teach():
+def test_a_missing_reward_makes_no_group_informative():
     ctx, _ = make_ctx(range(ROWS), zero_variance_groups="drop", advantage="grpo")
     batch, informative = learned_from(ctx, [[1, 0.1], [1, np.nan], [1, 0.1]])
     assert not informative.any() and not batch.mask.any()

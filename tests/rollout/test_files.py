@@ -76,7 +76,7 @@ def test_replaced_data_of_the_same_age_are_read_anew(kind, tmp_path):
         assert [row.columns for row in rows] == [{"answer": record["solution"]}]
 
 
-def test_values_without_a_type_of_their_own_are_values_again(tmp_path):
+def test_values_of_mixed_types_are_restored(tmp_path):
     import datasets
 
     parts = [{"type": "text", "text": "b"}]
@@ -86,7 +86,7 @@ def test_values_without_a_type_of_their_own_are_values_again(tmp_path):
     assert [(row.prompt, row.columns["wish"]) for row in rows] == [("a", "a"), ("b", parts)]
 
 
-def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
+def test_data_columns_renames_columns(tmp_path):
     both = [{"prompt": "old", "question": "new", "answer": 1, "solution": 2}]
     (row,) = load_prompts(both, held_out=0, columns=COLUMNS).train
     assert (row.prompt, row.columns) == ("new", {"answer": 2})
@@ -107,7 +107,7 @@ def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
         ("openai/gsm8k", "openai/gsm8k: prompts come from a .* from hub:openai/gsm8k"),
     ],
 )
-def test_names_of_the_hub_that_lead_nowhere(place, message):
+def test_unknown_names_of_the_hub_are_refused(place, message):
     with pytest.raises(UserError, match=message) as raised:
         load_prompts(place)
     assert "\n" not in str(raised.value)
@@ -122,7 +122,7 @@ def test_no_code_of_a_data_set_runs(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_parts_may_be_files_of_their_own(tmp_path):
+def test_splits_may_be_separate_files(tmp_path):
     for name, letters in (("train", "abcd"), ("dev", "ef"), ("test", "g"), ("more", "xga")):
         (tmp_path / f"{name}.txt").write_text("".join(f"{c} tree\n" for c in letters))
     places = {"validation": str(tmp_path / "dev.txt"), "test": str(tmp_path / "test.txt")}
@@ -170,7 +170,7 @@ def test_a_conversation_that_has_a_system_message_keeps_it():
     )
 
 
-def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
+def test_predict_encodes_prompts_as_training_did(place, tmp_path, capsys):
     """CSV under other names and a test file, through the command; then as a function, and by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -233,7 +233,7 @@ def known(completions, wish, trainer_state, scale=1):
 """
 
 
-def test_a_reward_that_asks_for_no_column_is_found_before_anything_loads(place, tmp_path, capsys):
+def test_a_reward_with_an_unknown_column_is_refused_before_loading(place, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(REWARDS)
     (tmp_path / "config.json").write_text("{}")  # a folder without weights
     words = [f"--rewards={tmp_path}/mine.py:known,{tmp_path}/mine.py:exact", f"--policy.path={tmp_path}"]

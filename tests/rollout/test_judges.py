@@ -12,7 +12,7 @@ from bridges.judges.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.reward_registry import ResolvedReward, bind
-from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.rewards import Score
 from grpo_jax.tasks.pictures import Faithfulness, alignment, alignment_gain, make_render
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]
@@ -38,7 +38,7 @@ def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load):
     """Rewrites and the unchanged prompt are drawn from one noise: with the same words, the same picture."""
     judges = load(16)
     render = make_render(judges, CONFIG, baselines=True)
-    score = make_score({"gain": bind(ResolvedReward("gain", alignment_gain), judges)}, {}, missing=False)
+    score = Score({"gain": bind(ResolvedReward("gain", alignment_gain), judges)}, {}, missing=False)
     texts = [[row.prompt, f"{row.prompt}, painted in oil, dog of red", row.prompt] for row in ROWS]
     pictures = render(ROWS, texts, 5, False)
     rewards, watched = score(ROWS, single_turns(texts), pictures)
@@ -62,7 +62,7 @@ def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):
     pictures = make_render(judges, lenient, baselines=True)(ROWS, texts, 0, False)
     rewards = {"alignment": alignment, "faithfulness": Faithfulness()}
     bound = {name: bind(ResolvedReward(name, reward), judges) for name, reward in rewards.items()}
-    score = make_score(bound, {"seen": bound["alignment"]}, missing=True)
+    score = Score(bound, {"seen": bound["alignment"]}, missing=True)
     rewards, watched = score(ROWS, single_turns(texts), pictures)
     assert np.isnan(rewards[..., 0]).all() and np.isnan(watched).all()
     np.testing.assert_array_equal(rewards[..., 1], 0)  # the prompt itself is as faithful as can be

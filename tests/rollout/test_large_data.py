@@ -52,7 +52,7 @@ def test_a_data_set_given_in_python_is_drawn_from_its_table(tmp_path):
 
 
 @pytest.mark.parametrize("held_out", [0, 7, 0.1])
-def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
+def test_splits_equal_a_slow_loop_over_lists(held_out):
     rng = random.Random(3)
     keys = [f"prompt {rng.randrange(90)}" for _ in range(300)]
     count = round(held_out * len(set(keys))) if isinstance(held_out, float) else held_out

@@ -63,7 +63,7 @@ def test_marks_in_a_prompt_are_text(tokenizer, marks):
                 assert count(prompt, **how) == usual, (how, prompt)
 
 
-def test_marks_are_still_said_and_an_answer_that_is_taught_holds_none(tokenizer, marks):
+def test_special_tokens_in_texts_are_encoded_as_text(tokenizer, marks):
     spoken = "fox" not in tokenizer.get_vocab()  # it can say any text, marks spelt out among it
     for mark in marks:
         text = tokenizer.decode(format_prompt(tokenizer, f"a {mark} b"))
@@ -87,7 +87,7 @@ CONTENT = "messages[0]['content']"
         ("{{ CONTENT | reverse }}", ">|dne_mi|<", UserError),
     ],
 )
-def test_templates_that_change_what_they_show(template, prompt, written):
+def test_templates_that_change_their_content_keep_marks_as_text(template, prompt, written):
     tokenizer = TOKENIZERS["qwen2"]()
     tokenizer.chat_template = f"<|im_start|>{template.replace('CONTENT', CONTENT)}<|im_end|>"
     if written is UserError:

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from grpo_jax.errors import StageError, StageTimeout, Stopped
-from grpo_jax.rollout.pipeline import Work, at_work
+from grpo_jax.rollout.pipeline import Work, set_current_judge
 
 PATIENCE = 600.0  # seconds after which a test that should have gone on fails instead of hanging
 
@@ -50,7 +50,7 @@ def test_one_chunk_is_sampled_while_the_one_before_is_judged():
     assert run(4, *meets)[0] == [0, 1, 2, 3]
 
 
-def test_no_more_than_two_chunks_are_on_their_way():
+def test_at_most_two_chunks_are_in_progress():
     lock, running, most = threading.Lock(), set(), []
 
     def begin(chunk):
@@ -89,11 +89,11 @@ def test_a_stage_that_raises_stops_all_and_is_named(failing):
     assert len(begun) < 30 and not [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
 
-def test_a_stage_that_never_returns_is_given_up_and_says_who_was_at_work():
+def test_a_stage_that_never_returns_is_abandoned_and_names_its_judge():
     release = threading.Event()
 
     def stuck(chunk):
-        at_work("reward mine")
+        set_current_judge("reward mine")
         assert chunk != 1 or release.wait(PATIENCE)
         return chunk
 
@@ -105,7 +105,7 @@ def test_a_stage_that_never_returns_is_given_up_and_says_who_was_at_work():
         release.set()
 
     def raises(chunk):
-        at_work("reward mine")
+        set_current_judge("reward mine")
         raise ValueError("a\nb" * 10**5)
 
     with pytest.raises(StageError, match="stage 'score' failed on chunk 0: reward mine: ValueError: a ba b") as failed:
@@ -113,7 +113,7 @@ def test_a_stage_that_never_returns_is_given_up_and_says_who_was_at_work():
     assert len(str(failed.value)) < 300
 
 
-def test_a_stop_begins_nothing_more():
+def test_no_stage_begins_after_a_stop():
     begun, stop = [], threading.Event()
 
     def sample(chunk):

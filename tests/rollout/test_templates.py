@@ -44,20 +44,20 @@ def test_tools_and_options_of_the_config_are_as_transformers_has_them():
     assert found == expected(tokenizer, "a fox", tools=[ADD, SIT], mood="merry") != expected(tokenizer, "a fox")
 
 
-def test_what_a_template_passes_over_is_refused():
+def test_an_option_that_a_template_ignores_is_refused():
     tokenizer = chat_tokenizer()  # whose template knows nothing but messages
     for section, name in (
         (DataSection(tools=[ADD]), "data.tools"),
         (DataSection(chat_template_options={"mood": 1}), "data.chat_template_options.mood"),
     ):
-        with pytest.raises(UserError, match=f"^{name}: the policy has no chat template that knows "):
+        with pytest.raises(UserError, match=f"chat template does not support .*; remove {name} or use another policy$"):
             make_encode(tokenizer, section, pad_id=0)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"^data.tools: the policy has no chat template that knows 'tools'"):
+    with pytest.raises(UserError, match=r"template does not support tools; remove data\.tools or use another policy$"):
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
 
 
-def test_answers_between_turns_are_told_the_same():
+def test_observations_use_the_same_template_options():
     tokenizer = templated()
     named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99, "mood": "merry"}
     assert tokenizer.decode(make_encode_observation(tokenizer, **named)(Observation("no"), True)).endswith(
@@ -65,7 +65,7 @@ def test_answers_between_turns_are_told_the_same():
     )
 
 
-def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
+def test_the_command_encodes_prompts_with_tools_and_refuses_unsupported_options(place, tmp_path, capsys):
     folder = causal_lm(tmp_path / "policy")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     lines = [{"prompt": f"{c} tree", "wish": c} for c in "abcdefghijklmnop"]
@@ -77,7 +77,7 @@ def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_n
         (f"max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
         (
             "chat_template_options.tone=low",
-            "data.chat_template_options.tone: the policy has no chat template that knows",
+            "the policy's chat template does not support tone; remove data.chat_template_options.tone",
         ),
     ):
         mood = "--data.chat_template_options.mood=merry"

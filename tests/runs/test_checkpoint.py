@@ -86,7 +86,7 @@ def test_a_state_that_changes_after_save_is_saved_as_it_was(folder):
             assert all((np.asarray(leaf) == 2 * step).all() for leaf in jax.tree.leaves(came)), step
 
 
-def test_a_name_is_a_link_that_moves_and_its_step_stays(folder):
+def test_a_name_is_a_link_and_its_step_is_kept(folder):
     with Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.save_as("best", 20, make_state(2), {"score": 0.2})
         for step in (30, 40):
@@ -118,7 +118,7 @@ def test_a_copy_that_followed_the_links_is_read_and_continued(folder, tmp_path):
         assert (copy / "best").resolve() == copy / "step_2"
 
 
-def test_a_step_that_is_saved_again_takes_its_metadata_alone(folder):
+def test_saving_a_step_again_replaces_its_metadata_alone(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(5, make_state(1), {"validated": False})
         checkpoints.save_as("best", 5, make_state(2), {"validated": True})
@@ -175,7 +175,7 @@ def test_another_configuration_is_named_by_its_first_leaf(folder):
                 checkpoints.restore(1, make_state() | change)
 
 
-def test_no_checkpoint_says_what_is_there(folder, tmp_path):
+def test_a_missing_checkpoint_lists_the_available_ones(folder, tmp_path):
     with Checkpoints(folder) as checkpoints:
         with pytest.raises(UserError, match=r"no checkpoint 'latest' in .*: the run has not come to its first"):
             checkpoints.restore("latest", make_state())
@@ -212,7 +212,7 @@ def flip(path):
 DAMAGES = (flip, lambda path: path.write_bytes(b""), lambda path: path.unlink())
 
 
-def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_before_is_used(sound, tmp_path):
+def test_any_damage_to_a_checkpoint_is_found_and_the_previous_is_used(sound, tmp_path):
     checkpoint = sound / "step_2"
     files = sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
     for number, name in enumerate(files):
@@ -257,7 +257,7 @@ def test_a_checkpoint_under_another_number_or_half_there_is_damaged(sound, tmp_p
         assert checkpoints.available() == ["1", "2", "best"]
 
 
-def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
+def test_if_every_checkpoint_is_damaged_none_is_moved(sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "all", symlinks=True)
     for step in (1, 2):
         flip(folder / f"step_{step}" / "checkpoint.json")
@@ -269,7 +269,7 @@ def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step_1", "step_2"]
 
 
-def test_a_reader_takes_the_newer_one_where_a_run_removes_its_own(folder, monkeypatch):
+def test_a_reader_takes_the_newer_checkpoint_if_a_run_removes_the_older(folder, monkeypatch):
     with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as reading:
         writing.save_as("best", 1, make_state(1), {})
 
@@ -318,7 +318,7 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impati
         assert_same(checkpoints.restore(2, big)[0], big)
 
 
-def test_nothing_is_left_of_a_failed_write_to_which_a_thread_still_adds(folder, impatient):
+def test_remains_of_a_failed_write_are_removed_while_a_thread_still_writes(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     with small_files_only(50_000), pytest.raises(UserError, match="cannot write"), Checkpoints(folder) as checkpoints:
         try:
@@ -328,7 +328,7 @@ def test_nothing_is_left_of_a_failed_write_to_which_a_thread_still_adds(folder, 
     assert not list(folder.iterdir())
 
 
-def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder, impatient):
+def test_a_failed_background_write_is_repaired_by_the_next(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
     with Checkpoints(folder, warning=notes.append) as checkpoints:
@@ -341,7 +341,7 @@ def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder
         assert "could not be written" in notes[0]
 
 
-def test_a_folder_that_was_deleted_is_said_at_once(folder):
+def test_a_deleted_folder_is_reported_at_once(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, make_state(), {}, wait=True)
         shutil.rmtree(folder.parent)

@@ -32,7 +32,7 @@ def measured(capsys, folder, *arguments):
     return json.loads(capsys.readouterr().out)  # JSON and nothing else
 
 
-def test_a_run_directory_holds_what_is_promised(finished):
+def test_a_run_directory_has_all_documented_files(finished):
     there = {path.name for path in finished.iterdir()}
     assert {"config.yaml", "train.log", "metrics.jsonl", "completions", "report.html"} <= there
     assert {"checkpoints", "policy", "summary.json"} <= there
@@ -62,7 +62,7 @@ def test_a_run_directory_holds_what_is_promised(finished):
         assert name in logged
 
 
-def test_six_steps_at_once_have_something_to_restore(finished):
+def test_the_shared_run_trains_in_each_of_six_iterations(finished):
     """Tests of resuming would pass on a run in which nothing happens."""
     table = rows(finished)
     assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
@@ -176,14 +176,14 @@ def test_an_invalid_answer_gives_the_prompt_back(place, tmp_path):
         ("--mesh 0 1", "error: --mesh fsdp: expected a number >= 1, got 0\n"),
     ],
 )
-def test_a_value_that_an_option_cannot_have_is_said_of_the_option(words, message, place, tmp_path, capsys):
+def test_a_bad_value_is_refused_with_its_option(words, message, place, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(place.config.read_text())
     assert evaluate.main(["--run", str(tmp_path), *words.split()]) == 2
     assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("out", ["", "nowhere/evaluation.json"])
-def test_a_place_for_the_results_that_is_none_is_said_before_anything_is_measured(out, place, tmp_path, capsys):
+def test_a_bad_path_for_results_is_refused_before_measuring(out, place, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(place.config.read_text())
     assert evaluate.main(["--run", str(tmp_path), "--out", str(tmp_path / out)]) == 2
     assert "--out: expected a file in a folder that is there" in capsys.readouterr().err

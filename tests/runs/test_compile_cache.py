@@ -26,7 +26,7 @@ def untold():
         jax.config.update(name, value)
 
 
-def test_what_jax_was_told_holds(untold, tmp_path, capsys):
+def test_settings_of_jax_take_precedence(untold, tmp_path, capsys):
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert enable_compile_cache(home | {"JAX_COMPILATION_CACHE_DIR": "/mine"}) is None
     assert enable_compile_cache(home | {"JAX_ENABLE_COMPILATION_CACHE": "false"}) is None
@@ -45,7 +45,7 @@ def test_what_jax_was_told_holds(untold, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(told)
 
 
-def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, tmp_path, monkeypatch):
+def test_programs_are_found_again_after_a_kill(untold, tmp_path, monkeypatch):
     """An entry without its time blocks JAX's writes: it is compiled and written again."""
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         monkeypatch.delenv(name)  # small programs are kept too

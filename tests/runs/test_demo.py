@@ -64,7 +64,7 @@ def test_held_out_prompts_get_the_scores_of_the_run(finished, session, checkpoin
         assert np.mean([rewards[name] for rewards in each]) == pytest.approx(summary[name][when], rel=1e-6)
 
 
-def test_a_typed_prompt_lacks_only_what_asks_for_columns(session):
+def test_a_typed_prompt_lacks_only_rewards_with_columns(session):
     assert session.unchanged(session.row("never seen", 7)) is None  # a text task's prompts are no completions
     (episode,) = session.write(session.row("never seen", 7), "final")
     rewards = episode.last.rewards
@@ -77,7 +77,7 @@ def test_a_typed_prompt_lacks_only_what_asks_for_columns(session):
 
 
 @pytest.mark.parametrize(("prompt", "seed"), [(" \n", 1), ("a tree", -1), ("a tree", 2**32), ("tree " * 99, 1)])
-def test_questions_that_are_none(session, prompt, seed):
+def test_empty_prompts_and_bad_seeds_are_refused(session, prompt, seed):
     with pytest.raises(UserError, match=r"^(prompt|seed)"):
         session.row(prompt, seed)
 
@@ -128,7 +128,7 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(session, finish
         ("/gradio_api/queue/join", {b"content-length": b"200"}, 200),
     ],
 )
-def test_uploads_and_long_requests_go_no_further(path, headers, code):
+def test_uploads_and_long_requests_are_refused(path, headers, code):
     sent = []
 
     async def app(scope, receive, send):

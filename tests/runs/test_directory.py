@@ -23,7 +23,7 @@ from grpo_jax.runs.directory import (
 )
 
 
-def test_what_another_process_holds_is_left_alone_until_it_ends(tmp_path):
+def test_a_locked_folder_is_refused_until_its_process_ends(tmp_path):
     script = (
         "import sys, time; from grpo_jax.runs.directory import RunDirectory; "
         "run = RunDirectory.open(sys.argv[1]); print('held', flush=True); time.sleep(600)"
@@ -54,7 +54,7 @@ os._exit(1)
 """
 
 
-def test_what_a_run_has_forked_does_not_hold_its_folder(tmp_path):
+def test_a_forked_child_does_not_hold_the_lock(tmp_path):
     arguments = [sys.executable, "-c", FORKING, str(tmp_path / "run")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, start_new_session=True) as process:
         process.wait(60)
@@ -62,7 +62,7 @@ def test_what_a_run_has_forked_does_not_hold_its_folder(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
+def test_one_of_many_processes_gets_the_lock(tmp_path):
     def take(_):
         try:
             return RunLock(tmp_path)
@@ -75,7 +75,7 @@ def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
             held.release()
 
 
-def test_nothing_to_resume_a_file_and_places_that_cannot_be(tmp_path):
+def test_unusable_run_directories_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no run to resume"):
         RunDirectory.open(tmp_path / "none", resume=True)
     (tmp_path / "file").write_text("kept")
@@ -89,7 +89,7 @@ def test_nothing_to_resume_a_file_and_places_that_cannot_be(tmp_path):
 
 
 @pytest.mark.parametrize("failures", [2, 9])
-def test_a_failed_write_is_made_again_and_leaves_the_old_file(failures, tmp_path, impatient, monkeypatch):
+def test_a_failed_write_is_retried_and_keeps_the_old_file(failures, tmp_path, impatient, monkeypatch):
     path, left, replace = tmp_path / "a.json", [OSError(errno.ENOSPC, "No space left on device")] * failures, os.replace
     write_atomically(path, "old")
 
@@ -113,7 +113,7 @@ def test_numbers_that_are_not_finite_are_null():
     assert finite(values) == {"a": {"before": 0.5, "after": None, "oracle": None}, "n": [3]}
 
 
-def test_metrics_are_cut_back_byte_for_byte(tmp_path):
+def test_metrics_are_truncated_byte_for_byte(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = [json.dumps({"step": step, "loss": step / 3, "kl": None}).encode() + b"\n" for step in range(1, 6)]
     path.write_bytes(b"".join(whole) + b'{"step": 6, "lo')  # killed in the middle of a line

@@ -37,9 +37,7 @@ def away(completions, **columns):
 """
 
 
-def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_change_the_folder(
-    place, tmp_path, capsys, monkeypatch
-):
+def test_a_stop_before_the_first_iteration_leaves_the_folder_usable(place, tmp_path, capsys, monkeypatch):
     (tmp_path / "away.py").write_text(AWAY)
     values = yaml.safe_load(place.config.read_text())
     values["policy"]["path"] = str(place.policy.relative_to(place.folder))
@@ -106,7 +104,7 @@ def test_a_reward_that_holds_the_interpreter_lock_ends_the_process_and_is_shown(
     assert "Timeout (0:00:02)!" in done.stderr and f'File "{place.judge}"' in done.stderr
 
 
-def test_a_reward_beyond_its_time_limit_is_told_of_the_pool(place, tmp_path, capsys):
+def test_a_reward_beyond_its_time_limit_names_the_pool(place, tmp_path, capsys):
     run = rewound(finished_run(place), tmp_path / "run", step=3)
     assert train_here(place.config, run, "--resume", "--judge_timeout=1", judge="hang:0") == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -181,7 +179,7 @@ class Gone(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Gone(), io.StringIO()], ids=["no reader", "closed"])
-def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
+def test_a_lost_terminal_is_noted_in_the_log(stream, tmp_path):
     if not isinstance(stream, Gone):
         stream.close()
     console = Console(tmp_path / "train.log", stream=stream)
@@ -212,7 +210,7 @@ def test_a_signal_inside_the_collector_stops_a_moment_later():
             time.sleep(0.1)
 
 
-def test_a_checkpoint_that_remembers_other_things_is_of_another_version(tmp_path):
+def test_a_checkpoint_with_other_fields_is_of_another_version(tmp_path):
     progress = Progress(3, 6, None, 0, {}, {"config": {}, "task": {}}, Notes({"greedy": {"a": 1.0}}))
     saved = json.loads(json.dumps(progress.as_json()))
     assert Progress.read({"progress": saved}, tmp_path) == progress

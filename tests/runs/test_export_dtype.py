@@ -78,7 +78,7 @@ def test_small_adapters_are_merged_in_float32(adapted, base, tmp_path):
     assert load_folder(tmp_path / "half", param_dtype=None, tokenizer=False).params["norm"]["scale"].dtype == "bfloat16"
 
 
-def test_trained_weights_are_written_as_they_were_trained(trained, base):
+def test_trained_weights_are_exported_unrounded(trained, base):
     run = trained()
     final = final_state(run)[0]["variables"]["params"]
     written = load_folder(run / "policy", param_dtype=None, tokenizer=False).params

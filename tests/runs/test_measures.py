@@ -98,7 +98,7 @@ def test_the_total_of_a_batch_has_its_conditions(turned):
         assert row["reward/easy/mean"] == pytest.approx(easy.mean(), rel=1e-6)  # as judged
 
 
-def test_the_improvement_is_in_what_is_maximised(turned, capsys):
+def test_the_improvement_is_that_of_the_maximised_total(turned, capsys):
     summary = summary_of(turned)
     easy, hard, total = (summary["evaluation"][name] for name in ("easy", "hard", "total"))
     assert easy["after"] > 5 > 2 > easy["before"]  # as judged
@@ -169,7 +169,7 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
         run(make_config(values, run_dir=str(tmp_path / "python")), rewards={"score": lambda completions: []})
 
 
-def test_no_two_measures_have_one_name():
+def test_measures_have_different_names():
     """Of a reward and what is watched, of a reward and another's turns, of a reward and another's control."""
 
     def names(rewards, eval_rewards=(), controls=(), turns=1):
@@ -196,7 +196,7 @@ def test_no_two_measures_have_one_name():
             names(*arguments)
 
 
-def test_the_seconds_are_those_of_all_processes(turned):
+def test_seconds_include_earlier_processes(turned):
     seconds = summary_of(turned)["seconds"]
     assert {"sample", "score", "update", "evaluate"} < seconds.keys()
     assert 1000 < max(seconds.values()) == seconds["total"] < 2000
@@ -208,7 +208,7 @@ def chart(folder, title):
     return found.group() if found else ""
 
 
-def test_charts_are_of_what_was_computed(turned):
+def test_charts_show_the_computed_values(turned):
     """Without a reference, and with one update for each batch, the rows hold zeros."""
     assert all(row["kl"] == row["clip_low"] == row["clip_high"] == 0 for row in rows(turned))
     assert not chart(turned, "KL to the reference") and not chart(turned, "Clipped tokens")

@@ -39,7 +39,7 @@ def streaks(run):
         return checkpoints.read_meta("latest")["progress"]["notes"]["streaks"]
 
 
-def test_it_stops_and_goes_on(values, tmp_path, capsys):
+def test_a_run_without_rewards_stops_and_resumes(values, tmp_path, capsys):
     run = tmp_path / "run"
     train_values(values, run, judge="off", expected=2)
     out, error = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_maxrl_refuses_rewards_other_than_0_and_1(values, tmp_path, capsys):
     assert "algorithm.advantage 'maxrl' needs a sum of rewards of 0 or 1, got 0.5: return 0 or 1, or take" in error
 
 
-def test_a_short_run_ends_with_all_it_has(tmp_path):
+def test_a_short_run_without_rewards_has_a_reason_to_end(tmp_path):
     progress = Progress(1, 1, None, 0, {}, {}, Notes(streaks={"rare": 1, "never": 1}))
     told = rewards_missing_reason(progress, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
@@ -68,7 +68,7 @@ def test_a_short_run_ends_with_all_it_has(tmp_path):
     )
 
 
-def test_a_chat_policy_without_a_template_is_warned_of(place, tmp_path):
+def test_a_chat_policy_without_a_template_gives_a_warning(place, tmp_path):
     policy = shutil.copytree(place.policy, tmp_path / "policy")
     (policy / "chat_template.jinja").unlink()
     values = yaml.safe_load(place.config.read_text()) | {"policy": {"path": str(policy)}}

@@ -43,7 +43,7 @@ def learned(run, step):
     return {name: state[name] for name in ("step", "variables", "opt_state")}
 
 
-def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_from_it(values, tmp_path, capsys):
+def test_a_run_of_skipped_updates_stops_and_resumes_from_its_last_finite_state(values, tmp_path, capsys):
     """A bad batch leaves weights, moments and count as they were, and the schedule where it was."""
     run = tmp_path / "run"
     train_values(values, run, judge="1 2 3 4", expected=2)
@@ -64,7 +64,7 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_fr
         assert np.isfinite(now).all() and (np.asarray(now) != np.asarray(old)).any(), path
 
 
-def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(tmp_path):
+def test_a_short_run_of_skipped_updates_fails(tmp_path):
     progress = Progress(1, 1, None, 0, {}, {})
     told = updates_skipped_reason(1, 1, progress, str(tmp_path))
     assert "not finite in 1 updates in a row" in told and "fix it and start again" in told
@@ -91,7 +91,7 @@ def updates(advantages):
         yield jax.device_get(state), report
 
 
-def test_every_update_left_out_counts_until_one_is_made():
+def test_skipped_updates_count_until_a_finite_one():
     bad = [1.0, jnp.nan, jnp.inf, 1.0, 3e38, jnp.nan]
     found = list(updates(bad))
     assert [int(state.skipped) for state, _ in found] == [0, 1, 2, 0, 1, 2]

@@ -74,7 +74,7 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
     assert sorted(path.name for path in (run / "checkpoints").glob("[sf]*")) == ["final", "step_2"]
 
 
-def test_what_is_learned_may_not_change_and_every_field_is_named(config, finished, tmp_path, capsys):
+def test_fields_that_change_learning_are_refused_by_name(config, finished, tmp_path, capsys):
     run = rewound(finished, tmp_path / "run", 1)
     before = (run / "metrics.jsonl").read_bytes()
     other = {

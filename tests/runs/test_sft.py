@@ -105,7 +105,7 @@ def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
     assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258]), abs=1e-3)
 
 
-def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):
+def test_pairs_with_forbidden_tokens_are_counted_and_skipped(taught):
     _, variables, said = taught("été", TEXT, "x" * 12 + "é")
     assert said[0].startswith("SFT: 1 of 3 pairs are left out") and "data.forbidden_tokens" in said[0]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
@@ -142,6 +142,6 @@ def test_a_completion_of_another_form_is_refused(value):
         list(completion_pairs([Row(7, PROMPT, {"completion": value})]))
 
 
-def test_too_few_texts_that_can_be_written_are_refused(taught):
+def test_too_few_pairs_are_refused(taught):
     with pytest.raises(UserError, match="expected at most 0, the number of SFT pairs, got 1"):
         taught("été")

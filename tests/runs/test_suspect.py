@@ -22,7 +22,7 @@ def honest(completions):
 """
 
 
-def test_what_has_fallen():
+def test_regressed_measures_need_twice_the_standard_error():
     rng = np.random.default_rng(0)
     start = rng.random(40)
     noise = rng.normal(size=40)
@@ -64,7 +64,7 @@ def gamed(config, tmp_path_factory):
     return folder, train(config, folder, "--resume")
 
 
-def test_a_run_tells_what_fell_while_the_reward_rose(gamed):
+def test_a_run_names_measures_that_fell_while_the_reward_rose(gamed):
     folder, summary = gamed
     assert summary["suspect"] == ["honest"] and summary["improvement"] > 0
     (line,) = [line for line in result_lines(summary) if line.startswith("suspect: ")]
@@ -72,7 +72,7 @@ def test_a_run_tells_what_fell_while_the_reward_rose(gamed):
     assert line in (folder / "report.html").read_text()
 
 
-def test_the_best_is_never_one_whose_watched_measures_fell(gamed):
+def test_no_best_checkpoint_has_regressed_eval_rewards(gamed):
     folder, summary = gamed
     scores = [row["validation/score"] for row in rows(folder)]
     assert scores[0] < scores[1] < scores[2]  # the first is measured before the judge turns
@@ -93,14 +93,14 @@ def later(config, tmp_path_factory):
     return folder, train(values | {"evaluation": {"every": 2, "samples": 0}}, folder)
 
 
-def test_there_is_no_best_where_all_fell(later):
+def test_no_checkpoint_is_best_if_all_regressed(later):
     folder, summary = later
     assert summary["best"] == {"iteration": 0, "validation_score": None}
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         assert "best" not in checkpoints.available()
 
 
-def test_a_run_whose_completions_never_end_says_so(later):
+def test_a_run_warns_if_no_completion_ends(later):
     folder, summary = later
     line = "truncated: every completion of the last 2 iterations reached sampling.max_new_tokens"
     assert line in (folder / "train.log").read_text() and line in (folder / "report.html").read_text()

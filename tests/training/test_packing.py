@@ -75,7 +75,7 @@ def test_every_token_has_a_place_and_long_completions_stay_apart(seed):
         np.testing.assert_array_equal(kept, [g * WIDTH + t for g in range(8) for t in range(row[g])])
 
 
-def test_short_rows_are_not_worth_a_program():
+def test_short_rows_are_not_packed():
     mask = np.arange(32) < 3
     assert pack(np.tile(mask[:31], (2, 4, 1))) is None
     assert pack(np.tile(mask, (2, 4, 1))).source.shape == (2, 1, 32)

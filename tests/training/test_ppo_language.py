@@ -56,7 +56,7 @@ def test_two_tokens_by_hand():
     assert done.scores is None
 
 
-def test_a_shorter_row_ends_where_it_ends():
+def test_values_of_a_short_row_end_with_it():
     """The score comes at the last token there is, and the value of the padding's state is nobody's."""
     estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, kl_coef=0.2))
     values = jnp.array([[[0.3, jnp.nan]]])
@@ -64,7 +64,7 @@ def test_a_shorter_row_ends_where_it_ends():
     np.testing.assert_allclose(done.returns[0, 0], [1.0 - 0.2 * 0.5, 0.0], rtol=1e-6)
 
 
-def test_whitened_over_tokens_and_the_values_learn_what_was_not(batch):
+def test_advantages_are_whitened_and_the_values_targets_are_not(batch):
     values = jax.random.normal(jax.random.key(1), batch.mask.shape)
     batch = batch._replace(old_logprobs=values - 2)
     white, measured = make_estimates(PPOSection())(batch, values)
@@ -134,7 +134,7 @@ def test_preset_bnpo_is_ppo(batch):
     assert float(loss) == pytest.approx(float(policy) + 0.5 * 0.5 * 2.0**2, rel=1e-5)
 
 
-def test_adapters_and_head_are_all_that_moves(batch):
+def test_only_adapters_and_head_are_trained(batch):
     lora = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
     variables, state, _ = updated(batch, lora=lora)
     assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]

@@ -18,7 +18,7 @@ from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.encoding import ParsedCompletion
 from grpo_jax.rollout.env import EnvError, EnvSettings, Episode, Observation, Turn, collect_observations
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.rewards import Score
 from grpo_jax.rollout.rollout import RolloutFns, collect
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.samplers import stop_table
@@ -71,7 +71,7 @@ def high(completions, episodes, completion_ids):
 
 
 def make_environment(step=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
-    score = make_score(rewards or {"length": length, "high": high}, {}, missing=lenient)
+    score = Score(rewards or {"length": length, "high": high}, {}, missing=lenient)
     return RolloutFns(
         encode=encode,
         decode=lambda tokens, prompt: (text := " ".join(map(str, tokens)), ParsedCompletion(text, True)),
@@ -293,7 +293,7 @@ def test_an_environment_that_fails_stops_the_run_by_name_or_leaves_no_reward(kin
     assert (np.asarray(batch.advantages) == 0).all()
 
 
-def test_one_answer_that_fails_is_one_completions_loss():
+def test_a_failed_observation_costs_its_own_completion_alone():
     def some(rows, episodes):
         answers = ["21 22"] * len(rows)
         return [
@@ -306,7 +306,7 @@ def test_one_answer_that_fails_is_one_completions_loss():
     assert missing.sum() == 1 and missing[1, 2] and np.isnan(rollout.rewards[1, 2]).all()
 
 
-def test_only_what_goes_on_is_asked_and_judged():
+def test_only_continuing_episodes_are_stepped_and_judged():
     """And what it is asked with is the episode so far, its rewards among it."""
     asked, scored = [], []
 
@@ -345,7 +345,7 @@ def test_an_environment_changes_its_own_copies_alone():
     assert shown.pictures[0].max() == 0
 
 
-def test_an_episode_can_be_pickled_without_what_its_environment_keeps():
+def test_an_episode_is_pickled_without_its_memory():
     """As for a reward in another process: whatever the mapping of its rewards, and the objects in its memory."""
     episode = Episode((Turn("b", rewards=MappingProxyType({"count": 1.0})),), final=True, memory={"lock": Lock()})
     came = pickle.loads(pickle.dumps(episode))
@@ -360,7 +360,7 @@ def test_a_run_of_episodes_that_all_end_is_over():
     np.testing.assert_array_equal(rollout.samples.present, rollout.samples.mask)
 
 
-def test_dead_groups_are_judged_by_their_turns():
+def test_informative_groups_differ_in_some_turn():
     """A group whose episodes return alike in all teaches something where a turn differs."""
     rewards = np.array([[[[0.0], [1.0]], [[1.0], [0.0]]]], np.float32)
     section = AlgorithmSection(advantage="grpo", turn_advantage="return")

@@ -100,7 +100,7 @@ def test_the_updates_logprobs_are_the_samplers(played):
 
 
 @pytest.mark.wide
-def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
+def test_pictures_without_a_vision_tower_are_refused(tmp_path):
     """A policy whose tower is not loaded, for no prompt has a picture, must not answer blindly."""
     seeing_folder(tmp_path / "policy", "qwen2_vl")
     prompts = make_prompt_set([{"prompt": word} for word in ("one", "two", "three")])

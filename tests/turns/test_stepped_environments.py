@@ -131,7 +131,7 @@ def test_kinds_may_be_objectives_of_their_own(run, episodes):
     assert all(0 < row["missing/reward_Later"] < 1 and math.isfinite(row["grad_norm"]) for row in rows)
 
 
-def test_one_that_raises_costs_its_own_episode_alone(home, episodes, tmp_path, capsys):
+def test_an_environment_that_raises_costs_its_own_episode_alone(home, episodes, tmp_path, capsys):
     """Its rewards are missing; the default stops the run and names the line."""
     seen = set()
     for turns in episodes:
@@ -146,7 +146,7 @@ def test_one_that_raises_costs_its_own_episode_alone(home, episodes, tmp_path, c
     assert f"reward reward: it raised OSError: the world is gone ({home}/worlds.py:" in error and error.count("\n") == 1
 
 
-def test_a_run_goes_on_as_if_it_had_never_stopped(run, home, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(run, home, tmp_path):
     again = rewound(run, tmp_path / "again", 1)
     assert train_here(home / f"{'_'.join(NAMES)}.yaml", again, "--resume") == 0
     assert_same_run(again, run)
@@ -216,7 +216,7 @@ def test_lists_and_shares_name_their_successor(old):
         (("Broken",), "observation no None unless it is done, got 'seen'. Nothing was trained yet"),
     ],
 )
-def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, message):
+def test_a_bad_environment_is_one_line(home, tmp_path, capsys, names, message):
     assert train_here(config(home, *names), tmp_path / "run") == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message.format(home=home) in error[0], error

@@ -297,7 +297,7 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
     assert seen >= {*told, WORDS["wrong"]}
 
 
-def test_a_run_with_tools_goes_on_as_if_it_had_never_stopped(increments, home, tmp_path):
+def test_a_resumed_run_with_tools_equals_an_uninterrupted_run(increments, home, tmp_path):
     again = rewound(increments, tmp_path / "again", 1)
     assert train_here(home / "increments.yaml", again, "--resume") == 0
     assert_same_run(again, increments)
@@ -326,7 +326,7 @@ def of_python():
 
 
 @pytest.mark.wide
-def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_path, capsys):
+def test_a_class_from_python_gets_the_rows_columns_and_rewards_get_its_objects(home, tmp_path, capsys):
     """Beside functions. A result that is too long is said to be; another process finds no such class, in one line."""
     given = values(home, [], rewards=["left"])
     given["data"] |= {"prompts": str(home / "rows.jsonl"), "tools": of_python()}
@@ -461,7 +461,7 @@ def test_calls_of_both_forms(text, found):
             assert (call_.name, call_.arguments, call_.problem) == (*expected, "")
 
 
-def test_whatever_a_call_does_is_answered(home):
+def test_every_call_has_an_answer(home):
     tools = toolbox([f"{home}/tools.py:{name}" for name in ("add", "echo")])
     answers = {
         call("add", a=1, b=2): "3",
@@ -574,7 +574,7 @@ def test_a_reset_shows_pictures_behind_the_rows_own(chat):
         ("  ", "returned no text for a prompt: let it return one"),
     ],
 )
-def test_what_a_reset_cannot_return_names_its_class(home, tmp_path, capsys, returned, message):
+def test_a_bad_result_of_reset_names_its_class(home, tmp_path, capsys, returned, message):
     class Says(Waiting):
         def reset(self, **row):
             return returned
@@ -610,6 +610,6 @@ def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():
         (["Sized"], "tools.py:Sized is made without arguments, which raised TypeError: Sized.__init__() missing 1"),
     ],
 )
-def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, message):
+def test_a_bad_tool_is_one_line(home, tmp_path, capsys, tools, message):
     train_values(values(home, tools), tmp_path / "run", expected=2)
     assert message in capsys.readouterr().err.strip().splitlines()[-1]

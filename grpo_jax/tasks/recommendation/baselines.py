@@ -260,7 +260,7 @@ def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarra
     return by_item
 
 
-def levelled(scores: np.ndarray) -> np.ndarray:
+def floor_scores(scores: np.ndarray) -> np.ndarray:
     """Raise log-probabilities f32 [P, I] to that of the item at rank LISTED, before a prior is added.
 
     A prior can then raise items that the policy finds unlikely.

@@ -22,7 +22,7 @@ from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
-from grpo_jax.tasks.recommendation.baselines import item_scores, levelled, make_prior, taken_counts, title_vectors
+from grpo_jax.tasks.recommendation.baselines import floor_scores, item_scores, make_prior, taken_counts, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset, sft_pairs
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
@@ -246,7 +246,7 @@ def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
     def best(row: Row, count: int) -> list[tuple[int, float]]:
         (scores,) = scores_of([row])
         if prior is not None:
-            scores = levelled(scores[None])[0] + prior([row.columns["history"]])[0]
+            scores = floor_scores(scores[None])[0] + prior([row.columns["history"]])[0]
         order = np.argsort(-scores, kind="stable")[:count]
         return list(zip(order.tolist(), scores[order].tolist(), strict=True))
 

@@ -25,10 +25,10 @@ from grpo_jax.tasks.recommendation.baselines import (
     Gain,
     Measure,
     Prior,
+    floor_scores,
     gain,
     hit,
     item_scores,
-    levelled,
     mrr,
     ndcg,
     target_ranks,
@@ -123,7 +123,7 @@ def ranking_columns(
         places.append(int(own[target] - before) + 1)
     if prior is None:
         return {LISTED_RANK: places}
-    fused = levelled(item_scores(ranked, scores, items.count)) + prior(histories)
+    fused = floor_scores(item_scores(ranked, scores, items.count)) + prior(histories)
     return {LISTED_RANK: places, FUSED_RANK: target_ranks(fused, np.array(targets), histories).tolist()}
 
 

@@ -71,7 +71,7 @@ def finished(config):
     return run
 
 
-def test_what_is_logged_says_how_old_the_sampler_was(finished):
+def test_metrics_have_the_samplers_staleness(finished):
     table = rows(finished)
     assert [row["staleness"] for row in table] == [0] + [UPDATES] * (STEPS - 1)
     assert [row["log/seen"] for row in table] == [*range(STEPS)]  # also where two batches are judged at once
@@ -81,7 +81,7 @@ def test_what_is_logged_says_how_old_the_sampler_was(finished):
     assert "importance_cap: null" in (finished / "config.yaml").read_text()
 
 
-def test_a_run_that_failed_and_was_slow_is_the_same(config, finished, tmp_path, monkeypatch, capsys):
+def test_a_failed_and_slow_run_gives_the_same_results(config, finished, tmp_path, monkeypatch, capsys):
     """Nothing depends on time; what was on its way is sampled again with the weights that sampled it."""
     run = tmp_path / "run"
     monkeypatch.setenv("MOOD", "fails")

@@ -38,7 +38,7 @@ def test_pass_at_k_of_many_completions_is_finite_and_of_too_few_there_is_none():
     assert np.isnan(came[1:]).all()
 
 
-def test_intervals_hold_the_mean_as_often_as_they_say():
+def test_intervals_cover_the_mean_at_their_rate():
     rng = np.random.default_rng(0)
     found = [mean_interval(rng.exponential(size=200)) for _ in range(1000)]
     assert 0.93 < np.mean([interval.low < 1 < interval.high for interval in found]) < 0.97
@@ -60,7 +60,7 @@ def run(place, tmp_path_factory):
     return folder / "run"
 
 
-def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
+def test_a_run_reports_mean_and_pass_at_k(run, monkeypatch):
     """Drawn and judged again by hand, with the settings of the evaluation and not of training."""
     monkeypatch.setenv("JUDGE_RUN", str(run))
     config = run_config(run)
@@ -100,7 +100,7 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     assert measures["total"][f"mean@{COUNT}"]["after"] != measures["total"][f"mean@{COUNT}"]["before"]
 
 
-def test_terminal_and_report_show_them(run):
+def test_terminal_and_report_show_mean_and_pass_at_k(run):
     before, after = (
         json.loads((run / "summary.json").read_text())["samples"]["measures"]["letters"]["pass@2"][when]
         for when in ("before", "after")
@@ -140,7 +140,7 @@ def test_completions_are_as_the_config_says(run):
     assert not any(row["truncated"] for row in table if row["raw_completion"] in stopped)
 
 
-def test_predict_honours_it_too(run):
+def test_predict_honours_the_sampling_settings(run):
     rewrite = load_rewriter(run)
     texts = [rewrite(f"{letter} tree") for letter in "abcdef"]
     assert not any(stop in text[:-1] for stop in run_config(run).sampling.stop for text in texts)

@@ -97,7 +97,7 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
         ),
     ],
 )
-def test_what_several_processes_refuse(fields, message, monkeypatch):
+def test_several_processes_refuse_unsupported_settings(fields, message, monkeypatch):
     for name, value in announcement(2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
@@ -183,7 +183,7 @@ with processes.exit_if_peer_failed("runs/mine"):
 """
 
 
-def test_the_others_end_with_one_line_where_a_process_is_frozen():
+def test_a_frozen_process_ends_the_others_with_one_line():
     environment = os.environ | announcement(3) | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", FROZEN]

@@ -18,7 +18,7 @@ from grpo_jax import evaluate, export, predict, train
 from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Row, noise_seed
 from grpo_jax.rollout.pictures import RenderedImages
-from grpo_jax.rollout.rewards import make_score
+from grpo_jax.rollout.rewards import Score
 from grpo_jax.rollout.rollout import RolloutFns, judge
 from grpo_jax.runs.directory import read_metrics
 from grpo_jax.tasks.renderer import noise_seeds, picture_advantages
@@ -130,7 +130,7 @@ def test_a_texts_reward_is_the_mean_over_its_pictures():
         return [None if image in (1, 6, 7) else image for image in images]
 
     drawn = RenderedImages(np.arange(8.0), None, per_text=2)
-    fns = RolloutFns(None, None, lambda *_: drawn, make_score({"number": number}, {}, missing=False), ("number",), ())
+    fns = RolloutFns(None, None, lambda *_: drawn, Score({"number": number}, {}, missing=False), ("number",), ())
     rollout = judge(fns, [Row(1, "a"), Row(2, "b")], [["x", "y"], ["z", "z"]])
     np.testing.assert_array_equal(rollout.final_rewards[..., 0], [[0, 2.5], [4.5, np.nan]])
     turns = [episode.last for group in rollout.episodes for episode in group]

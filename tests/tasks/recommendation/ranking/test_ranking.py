@@ -69,7 +69,7 @@ def test_the_prior_is_added_to_the_score_of_every_item():
 def test_items_below_the_last_place_that_counts_are_level(monkeypatch):
     monkeypatch.setattr(baselines, "LISTED", 2)
     scores = np.array([[-3.0, -1.0, -9.0, -2.0]], np.float32)
-    assert baselines.levelled(scores).tolist() == [[-2.0, -1.0, -2.0, -2.0]]
+    assert baselines.floor_scores(scores).tolist() == [[-2.0, -1.0, -2.0, -2.0]]
     columns = ranking_columns(
         items_of(list("abcd")), lambda histories: np.array([[0, 0, 1.5, 0]]), [row([3], 2)], np.array([[1, 3, 0, 2]]),
         np.array([[-1.0, -2.0, -3.0, -9.0]], np.float32),

@@ -82,7 +82,7 @@ def told(config, tmp_path_factory):
     return folder, go(config, folder, **{name: take(name) for name in names}), moments
 
 
-def test_callbacks_are_told_in_order_and_what_metrics_jsonl_says(told):
+def test_callbacks_are_called_in_order_with_the_rows_of_metrics_jsonl(told):
     folder, _, moments = told
     expected = []
     for step in range(1, STEPS + 1):
@@ -99,7 +99,7 @@ def test_callbacks_are_told_in_order_and_what_metrics_jsonl_says(told):
         moments[0][1].step = 7
 
 
-def test_early_stopping_ends_a_run_with_all_that_an_end_has(told):
+def test_early_stopping_ends_a_run_with_all_its_results(told):
     folder, summary, _ = told
     first = rows(folder)[0]["validation/letters"]
     assert summary["best"]["validation_score"] == max(row["validation/letters"] for row in rows(folder))
@@ -110,7 +110,7 @@ def test_early_stopping_ends_a_run_with_all_that_an_end_has(told):
     assert (folder / "policy" / "model.safetensors").exists() and (folder / "report.html").exists()
 
 
-def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp_path, capsys):
+def test_a_run_stopped_in_every_way_ends_as_an_uninterrupted_run(config, told, tmp_path, capsys):
     folder = tmp_path / "run"
 
     def tire(moment):
@@ -137,7 +137,7 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     assert len(set(coefficients)) == STEPS
 
 
-def test_waiting_counts_what_is_no_better():
+def test_patience_counts_validations_without_improvement():
     config = make_config(task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1})
     waited, ended = EarlyStopping(), []
     for iteration, score in enumerate([1.0, 1.05, 1.2, float("nan"), 1.25, 1.31], 1):
@@ -161,7 +161,7 @@ def test_waiting_counts_what_is_no_better():
         ({"training": {"max_hours": -1}}, "max_hours: expected a number >= 0"),
     ],
 )
-def test_settings_that_make_no_sense(place, changes, message, tmp_path):
+def test_contradictory_settings_are_refused(place, changes, message, tmp_path):
     values = yaml.safe_load(place.config.read_text()) | {"run_dir": str(tmp_path / "run")}
     values["training"] = {"prompts_per_batch": 4, "early_stopping_patience": 2} | changes.get("training", {})
     for name in ("evaluation", "data"):

@@ -75,7 +75,7 @@ def test_the_split_of_records_is_that_of_a_file(finished):
     assert not (folder.parent / "x").exists()
 
 
-def test_weight_and_options_of_the_config_hold_for_given_functions(finished):
+def test_weight_and_options_of_the_config_apply_to_functions(finished):
     folder, summary = finished
     written = completions(folder, 1)
     np.testing.assert_allclose(written["reward/brief"], [-len(text) / 40 for text in written["completion"]], rtol=1e-6)
@@ -97,7 +97,7 @@ def test_a_run_from_python_is_evaluated_on_its_own_prompts(finished, own, tmp_pa
     assert measured["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
 
 
-def test_a_new_best_checkpoint_is_told(finished):
+def test_a_new_best_checkpoint_is_printed(finished):
     assert "new best checkpoint after iteration " in (finished[0] / "train.log").read_text()
 
 
@@ -154,7 +154,7 @@ def brief(completions, size=10, **columns):
         ({"rewards": brief}, r"rewards.brief.options: expected arguments of the reward \(size\), got 'sise'"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(config, tmp_path, given, message):
+def test_bad_input_is_one_clear_line(config, tmp_path, given, message):
     with pytest.raises(UserError, match="run_dir: expected a folder"):
         run(config(tmp_path).replace(run_dir=None))
     config = config(tmp_path / "run", rewards=[{"name": "brief", "options": {"sise": 40}}])
@@ -183,7 +183,7 @@ def test_tables_are_read_by_their_rows(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_columns_that_cannot_be_stored_are_not_kept_and_said(config, tmp_path, capsys):
+def test_columns_that_cannot_be_stored_give_a_warning(config, tmp_path, capsys):
     records = [record | {"wish": re.compile(record["wish"])} for record in RECORDS]
 
     def wished(completions, wish):

@@ -17,7 +17,7 @@ from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Observation, Turn
 from grpo_jax.rollout.reward_registry import ResolvedReward, bind
-from grpo_jax.rollout.rewards import ExtraColumns, RewardError, collect_rewards, make_score
+from grpo_jax.rollout.rewards import ExtraColumns, RewardError, Score, collect_rewards
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -114,7 +114,7 @@ def table(finished):
     return completions(finished, 1)
 
 
-def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
+def test_a_reward_gets_token_ids_and_trainer_state(finished):
     """And what it logs stands in the metrics of that iteration."""
     for step, row in enumerate(rows(finished)):
         assert (row["log/done"], row["log/of"]) == (step, 2)
@@ -135,7 +135,7 @@ def test_columns_that_a_reward_logs_are_those_of_its_completions(table):
         collect_rewards({"mine": lambda log_extra: log_extra("a", [1])}, ["p"] * 2, ["c"] * 2, log, 2)
 
 
-def test_rewards_that_want_messages_get_them_and_others_texts(table):
+def test_rewards_get_messages_or_texts_as_configured(table):
     lengths, chats = [len(text) for text in table["completion"]], [one[0] == one[1] for one in table["prompt"]]
     assert len({*chats}) == 2
     assert table["reward/format_reward"] == table["reward/plain"] == lengths
@@ -151,7 +151,7 @@ def test_the_messages_of_an_episode_are_all_its_turns():
     talk = (Message("user", ("Add.",)),)
     heard = []
     resolved = ResolvedReward("mine", lambda completions: [heard.append(completions) or 1.0], messages=None)
-    score = make_score({"mine": bind(resolved, {})}, {}, missing=False, role="tool")
+    score = Score({"mine": bind(resolved, {})}, {}, missing=False, role="tool")
     score([Row(0, "Add.", messages=talk)], [[Episode(turns)]], None)
     spoken = [("assistant", "add"), ("tool", "2"), ("tool", "3"), ("assistant", "It is 3.")]
     assert heard == [[[{"role": role, "content": text} for role, text in spoken]]]
@@ -168,7 +168,7 @@ def test_a_reward_that_changes_its_columns_and_options_changes_no_other_input(fi
 
 def test_texts_that_the_policy_did_not_write_have_tokens_too():
     """Prompts as they are, and an oracle's texts, are judged by the same rewards."""
-    score = make_score({"n": lambda completion_ids: list(map(len, completion_ids))}, {}, missing=False, tokenize=list)
+    score = Score({"n": lambda completion_ids: list(map(len, completion_ids))}, {}, missing=False, tokenize=list)
     rows = [Row(0, "a"), Row(1, "b")]
     rewards, _ = score(rows, single_turns([["ab"], [""]]), None)
     assert rewards.ravel().tolist() == [2, 0]
@@ -181,7 +181,7 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
 
 def test_a_column_is_none_for_a_row_without_a_value():
     got = {}
-    score = make_score({"n": lambda **columns: got.update(columns) or [0.0] * 4}, {}, missing=False)
+    score = Score({"n": lambda **columns: got.update(columns) or [0.0] * 4}, {}, missing=False)
     score([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], single_turns([["c", "c"]] * 2), None)
     assert (got["prompts"], got["x"], got["y"]) == ([*"aabb"], [1, 1, None, None], [None, None, 2, 2])
 
@@ -214,7 +214,7 @@ def test_rewards_are_named_by_plain_texts():
         ([{"name": "{own}:seen", "options": {"trainer_state": 1}}], "expected arguments of the reward .it has none."),
     ],
 )
-def test_what_a_reward_cannot_be_is_one_line(place, own, tmp_path, capsys, rewards, message):
+def test_a_bad_reward_is_one_line(place, own, tmp_path, capsys, rewards, message):
     """Before the policy's weights are read."""
     words = json.dumps(rewards).replace("{own}", str(own)).replace("{folder}", str(tmp_path))
     (tmp_path / "config.json").write_text("no JSON")

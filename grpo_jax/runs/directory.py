@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_jax.config.files import parse_json, read_bytes
+from grpo_jax.config.files import Values, parse_json, read_bytes
+from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError, one_line, short_name
 from grpo_jax.rollout.pictures import png
-from grpo_jax.tasks.task import EpisodeEntry, GalleryEntry
+from grpo_jax.tasks.task import EpisodeEntry, Finished, GalleryEntry
 
 LOCK = "run.lock"
 RETRY_PAUSES = (0.5, 2.0, 8.0)
@@ -96,9 +97,9 @@ def retry_write(
 
 def disk_reason(error: BaseException) -> str:
     """Return the OS's message of a disk error, or the first line of any other error."""
-    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
-    said = next((words for words in known if words in str(error)), "")
-    return said or getattr(error, "strerror", None) or one_line(error, 80)
+    messages = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
+    message = next((text for text in messages if text in str(error)), "")
+    return message or getattr(error, "strerror", None) or one_line(error, 80)
 
 
 def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
@@ -253,6 +254,37 @@ class RunDirectory:
                 number = path.stem.removeprefix("step_")
                 if number.isascii() and number.isdigit() and int(number) > step:
                     path.unlink()
+
+
+class Output(Protocol):
+    """A run's folder, terminal and files of metrics (`reports.output`); nothing in processes other than 0."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Return the run directory."""
+        ...
+
+    def info(self, text: str = "", detail: str | None = None, *, style: str | None = None) -> None:
+        """Print a line."""
+
+    def warning(self, text: str) -> None:
+        """Print a warning."""
+
+    def truncate(self, step: int, *, rows: int | None = None) -> int:
+        """Remove the output after a step; return the number of rows of metrics."""
+        ...
+
+    def start(self, total: int, done: int = 0) -> None:
+        """Start the progress bar."""
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
+        """Write the completions of an iteration."""
+
+    def iteration(self, row: Values) -> None:
+        """Write an iteration's metrics."""
+
+    def finish(self, finished: Finished, *, config: Config) -> None:
+        """Write summary and report."""
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

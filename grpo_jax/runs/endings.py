@@ -1,10 +1,6 @@
-"""The ends of a run: early stopping, no reward, no finite update, and failures, each with its remedy."""
+"""The ends of a run: no reward, no finite update, and failures, each with its remedy."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, StageTimeout, StopRun, UserError
@@ -14,32 +10,6 @@ from grpo_jax.training.update import PATIENCE
 
 MISSING_ITERATIONS = 3
 """Iterations in a row without a reward, after which a run stops."""
-
-
-class EarlyStopping(NamedTuple):
-    """Early stopping's best value (None before the first), its iteration, and the validations since then."""
-
-    best: float | None = None
-    iteration: int = 0
-    validations: int = 0
-
-    def after(self, measures: Mapping[str, float], iteration: int, config: Config) -> EarlyStopping:
-        """Count a validation; it is better if it exceeds the best by more than training.early_stopping_threshold."""
-        value = measures.get(config.evaluation.best_by, math.nan)
-        better = self.best is None or value > self.best + config.training.early_stopping_threshold
-        if math.isfinite(value) and better:
-            return EarlyStopping(float(value), iteration)
-        return self._replace(validations=self.validations + 1)
-
-    def reason(self, config: Config) -> str:
-        """Return the reason to stop early; "" if there is none."""
-        patience, metric = config.training.early_stopping_patience, f"validation/{config.evaluation.best_by}"
-        if not patience or self.validations < patience:
-            return ""
-        if self.best is None:
-            return f"{metric} was missing in {self.validations} validations in a row"
-        best = f"{self.best:.4g}, of iteration {self.iteration}"
-        return f"{metric} has not exceeded {best}, in {self.validations} validations"
 
 
 def rewards_missing_reason(progress: Progress, run_dir: str | None) -> str:

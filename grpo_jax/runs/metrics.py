@@ -199,8 +199,8 @@ def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequenc
             row |= {
                 f"{kind}/{name}@turn{turn + 1}": present_mean(values[:, :, turn, n]) for n, name in enumerate(names)
             }
-        written = lengths[:, :, turn]
-        row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
+        tokens = lengths[:, :, turn]
+        row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(tokens > 0, tokens, np.nan))
     answered = (samples.present & ~samples.mask).sum(-1)
     return row | {"turns": float((lengths > 0).sum(-1).mean()), "observation_tokens": float(answered.mean())}
 
@@ -254,36 +254,43 @@ def _cells(values: list[Any]) -> list[Any]:
     return [text and text.encode(errors="replace").decode() for text in texts]
 
 
-def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes, done: int) -> tuple[Notes, list[str]]:
-    """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended, and warn.
-
-    It warns of no constant reward at its best value: the function's own `best`, or the best of several values so far.
-    """
+def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
+    """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended."""
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
     streaks: dict[str, int] = {}
     constant: dict[str, list[float]] = {}
-    ranges, lines, weights = dict(notes.range), [], ctx.rewards.weights
-    best = {reward.name: getattr(reward.function, "best", None) for reward in ctx.rewards.maximised}
-    for name in maximised_names(weights):
+    ranges = dict(notes.range)
+    for name in maximised_names(ctx.rewards.weights):
         present = np.unique(values[name][~np.isnan(values[name])]) + 0.0  # converts -0 to 0
         streaks[name] = 0 if len(present) else notes.streaks.get(name, 0) + 1
-        if not len(present):
-            continue
-        extremes = [*ranges.get(name, ()), *present.tolist()]
-        low, high = ranges[name] = [min(extremes), max(extremes)]
+        if len(present):
+            extremes = [*ranges.get(name, ()), *present.tolist()]
+            ranges[name] = [min(extremes), max(extremes)]
         if len(present) == 1:
-            value = float(present[0])
-            last, count = notes.constant.get(name, (None, 0))
+            value, (last, count) = float(present[0]), notes.constant.get(name, (None, 0))
             constant[name] = [value, count + 1 if last == value else 1]
-            is_best = value == best[name] or (low < high and value == (high if weights[name] > 0 else low))
-            if constant[name][1] == _CONSTANT_ITERATIONS and not is_best:
-                every = f"every completion of the last {_CONSTANT_ITERATIONS} iterations"
-                lines.append(f"the reward {name} was {value:g} for {every}; the policy learns nothing from it")
     cut = rollout.samples is not None and rollout.samples.truncated.all()
     truncated = notes.truncated + 1 if cut else 0
-    if truncated == _CONSTANT_ITERATIONS:
-        lines.append(f"every completion of the last {truncated} iterations reached sampling.max_new_tokens; raise it")
-    never = [name for name, count in streaks.items() if count == done]
-    if 0 < len(never) < len(streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
+    return notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated)
+
+
+def streak_warnings(ctx: RunContext, notes: Notes, done: int) -> list[str]:
+    """Return warnings of `reward_streaks` after `done` iterations, once for each streak.
+
+    It warns of no constant reward at its best value: the function's own `best`, or the best of several values so far.
+    """
+    best = {reward.name: getattr(reward.function, "best", None) for reward in ctx.rewards.maximised}
+    lines = []
+    for name, (value, count) in notes.constant.items():
+        low, high = notes.range[name]
+        is_best = value == best[name] or (low < high and value == (high if ctx.rewards.weights[name] > 0 else low))
+        if count == _CONSTANT_ITERATIONS and not is_best:
+            every = f"every completion of the last {_CONSTANT_ITERATIONS} iterations"
+            lines.append(f"the reward {name} was {value:g} for {every}; the policy learns nothing from it")
+    if notes.truncated == _CONSTANT_ITERATIONS:
+        last = f"every completion of the last {notes.truncated} iterations"
+        lines.append(f"{last} reached sampling.max_new_tokens; raise it")
+    never = [name for name, count in notes.streaks.items() if count == done]
+    if 0 < len(never) < len(notes.streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")
-    return notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated), lines
+    return lines

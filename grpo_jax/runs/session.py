@@ -1,20 +1,18 @@
-"""A run's progress, which checkpoints keep with its identity, and its callbacks."""
+"""A run's progress, which checkpoints keep with its identity, early stopping, and callbacks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from grpo_jax.config.fields import differences, identity
-from grpo_jax.config.files import Values
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
-from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.tasks.task import Finished
 
 Record = dict[str, Any]
 """A JSON object."""
@@ -55,6 +53,32 @@ class Notes(NamedTuple):
         return cls(**{renamed.get(name, name): value for name, value in saved.items()})
 
 
+class EarlyStopping(NamedTuple):
+    """Early stopping's best value (None before the first), its iteration, and the validations since then."""
+
+    best: float | None = None
+    iteration: int = 0
+    validations: int = 0
+
+    def after(self, measures: Mapping[str, float], iteration: int, config: Config) -> EarlyStopping:
+        """Count a validation; it is better if it exceeds the best by more than training.early_stopping_threshold."""
+        value = measures.get(config.evaluation.best_by, math.nan)
+        better = self.best is None or value > self.best + config.training.early_stopping_threshold
+        if math.isfinite(value) and better:
+            return EarlyStopping(float(value), iteration)
+        return self._replace(validations=self.validations + 1)
+
+    def reason(self, config: Config) -> str:
+        """Return the reason to stop early; "" if there is none."""
+        patience, metric = config.training.early_stopping_patience, f"validation/{config.evaluation.best_by}"
+        if not patience or self.validations < patience:
+            return ""
+        if self.best is None:
+            return f"{metric} was missing in {self.validations} validations in a row"
+        best = f"{self.best:.4g}, of iteration {self.iteration}"
+        return f"{metric} has not exceeded {best}, in {self.validations} validations"
+
+
 class Progress(NamedTuple):
     """JSON metadata of a checkpoint.
 
@@ -64,7 +88,6 @@ class Progress(NamedTuple):
         seconds: By stage; "total" counts only earlier processes, in a checkpoint also this one.
         identity: "config": the fields that change learning; "task": other values that must not change on resume.
         unvalidated: Metrics of the last iteration if its validation was stopped or failed.
-        early_stopping: An `EarlyStopping`; None before the first validation.
     """
 
     iteration: int
@@ -75,21 +98,27 @@ class Progress(NamedTuple):
     identity: dict[str, Record]
     notes: Notes = Notes()
     unvalidated: Record | None = None
-    early_stopping: Record | None = None
+    early_stopping: EarlyStopping = EarlyStopping()
 
     @classmethod
     def read(cls, meta: Record, where: Path) -> Progress:
         """Read the progress from a checkpoint's meta; UserError if another grpo_jax version wrote it."""
         try:
             progress = meta["progress"]
-            return cls(**{**progress, "notes": Notes.read(progress["notes"])})
+            early_stopping = EarlyStopping(**(progress.get("early_stopping") or {}))
+            return cls(**{**progress, "notes": Notes.read(progress["notes"]), "early_stopping": early_stopping})
         except (KeyError, TypeError):
             message = f"{where}: its checkpoints are of another version of grpo_jax: continue with that version"
             raise UserError(message) from None
 
     def as_json(self) -> Record:
         """Return the metadata that `read` reads."""
-        return {**self._asdict(), "notes": self.notes._asdict()}
+        return {**self._asdict(), "notes": self.notes._asdict(), "early_stopping": self.early_stopping._asdict()}
+
+    def add_seconds(self, seconds: Mapping[str, float]) -> Progress:
+        """Return the progress with further seconds by stage."""
+        names = {**self.seconds, **seconds}
+        return self._replace(seconds={name: self.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in names})
 
 
 def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]:
@@ -123,42 +152,6 @@ def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -
 def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
     """Return seconds for checkpoints and summary; "total" includes this process."""
     return {**seconds, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
-
-
-def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Sum seconds by name."""
-    return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
-
-
-class Output(Protocol):
-    """A run's folder, terminal and files of metrics (`reports.output`); nothing in processes other than 0."""
-
-    @property
-    def directory(self) -> RunDirectory:
-        """Return the run directory."""
-
-    @property
-    def info(self) -> Callable[..., None]:
-        """Return the function that prints a line."""
-
-    @property
-    def warning(self) -> Callable[[str], None]:
-        """Return the function that prints a warning."""
-
-    def truncate(self, step: int, *, rows: int | None = None) -> int:
-        """Remove the output after a step; return the number of rows of metrics."""
-
-    def start(self, total: int, done: int = 0) -> None:
-        """Start the progress bar."""
-
-    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Write the completions of an iteration."""
-
-    def iteration(self, row: Values) -> None:
-        """Write an iteration's metrics."""
-
-    def finish(self, finished: Finished, *, config: Config) -> None:
-        """Write summary and report."""
 
 
 @dataclass(frozen=True)

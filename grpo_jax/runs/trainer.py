@@ -24,12 +24,13 @@ from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs import metrics
 from grpo_jax.runs.batches import CollectedBatch, Rollouts
 from grpo_jax.runs.checkpoint import DRAWING, Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.context import RunContext
-from grpo_jax.runs.directory import read_metrics, write_atomically
-from grpo_jax.runs.endings import EarlyStopping, rewards_missing_reason, updates_skipped_reason, with_remedy
+from grpo_jax.runs.directory import Output, read_metrics, write_atomically
+from grpo_jax.runs.endings import rewards_missing_reason, updates_skipped_reason, with_remedy
 from grpo_jax.runs.evaluation import (
     caption_values,
     configured_eval_rewards,
@@ -38,14 +39,6 @@ from grpo_jax.runs.evaluation import (
     measure_all,
 )
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.metrics import (
-    TOTAL,
-    completion_columns,
-    iteration_row,
-    present_mean,
-    regressed_measures,
-    reward_streaks,
-)
 from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import exit_if_peer_failed, join, require_shared, versions
 from grpo_jax.runs.python_input import from_python, keep_prompts
@@ -55,10 +48,8 @@ from grpo_jax.runs.session import (
     Callbacks,
     IterationEvent,
     Notes,
-    Output,
     Progress,
     Record,
-    added,
     identity_of,
     require_same,
     with_total,
@@ -190,8 +181,8 @@ class Trainer:
             at_start["validation"] = eval_reward_values(ctx, validation) | caption_values(ctx)
         measures = {**notes.before, **{kind: evaluation.measures for kind, evaluation in before.items()}}
         notes = Notes(measures, statistics_of(before), at_start, task_data)
-        seconds = added(seconds, {"evaluate": time.monotonic() - started})
-        self.progress = Progress(0, self.iterations, None, 0, seconds, self.identity, notes)
+        progress = Progress(0, self.iterations, None, 0, seconds, self.identity, notes)
+        self.progress = progress.add_seconds({"evaluate": time.monotonic() - started})
         self.has_state = True
         for line in baseline_lines(ctx, before):
             output.info(line)
@@ -234,9 +225,9 @@ class Trainer:
             renderer.restore(saved.pop(DRAWING))
         self._remove_sft()  # left by a run killed at its first checkpoint
         rows = done - (progress.unvalidated is not None)
-        written = output.truncate(done, rows=rows)
-        if written < rows:
-            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: missing rows stay missing")
+        count = output.truncate(done, rows=rows)
+        if count < rows:
+            output.warning(f"metrics.jsonl has {count} rows of {rows} iterations: missing rows stay missing")
         output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
             had = f"the run has {iterations} iterations now, it had {progress.iterations}"
@@ -296,10 +287,10 @@ class Trainer:
         """Train the renderer, if it learns; return the batch with its metrics and seconds."""
         if self.ctx.renderer is None:
             return collected
-        started, (rollout, objectives, metrics) = time.monotonic(), collected
-        metrics = metrics | self.ctx.learn(rollout, i)
+        started, (rollout, objectives, row) = time.monotonic(), collected
+        row = row | self.ctx.learn(rollout, i)
         seconds = {**rollout.seconds, "renderer": time.monotonic() - started}
-        return CollectedBatch(rollout._replace(seconds=seconds), objectives, metrics)
+        return CollectedBatch(rollout._replace(seconds=seconds), objectives, row)
 
     def record(self, collected: CollectedBatch, report: Record, *, started: float, judged: float) -> None:
         """Write an iteration's completions, warn of rewards that teach nothing, and keep its row for `log`.
@@ -308,13 +299,12 @@ class Trainer:
         """
         done, rollout = self.progress.iteration + 1, collected.rollout
         seconds = {**rollout.seconds, "update": time.monotonic() - judged - rollout.seconds.get("renderer", 0.0)}
-        row = iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
-        notes, warnings = reward_streaks(self.ctx, rollout, self.progress.notes, done)
-        for line in warnings:
+        row = metrics.iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
+        notes = metrics.reward_streaks(self.ctx, rollout, self.progress.notes)
+        for line in metrics.streak_warnings(self.ctx, notes, done):
             self.output.warning(line)
-        seconds = added(self.progress.seconds, seconds)
-        self.progress = self.progress._replace(iteration=done, seconds=seconds, notes=notes, unvalidated=row)
-        self.output.completions(done, completion_columns(self.ctx, rollout, report["advantages"]))
+        self.progress = self.progress.add_seconds(seconds)._replace(iteration=done, notes=notes, unvalidated=row)
+        self.output.completions(done, metrics.completion_columns(self.ctx, rollout, report["advantages"]))
 
     def log(self) -> None:
         """Validate the last iteration if due, write its row, and call back."""
@@ -334,14 +324,14 @@ class Trainer:
         if measures:
             self.call_back("on_validation", measures)
 
-    def call_back(self, name: str, metrics: Record) -> None:
+    def call_back(self, name: str, values: Record) -> None:
         """Call the callback of that name; request a stop if it asks to and iterations are left."""
         callback = getattr(self.callbacks, name)
         if callback is None:
             return
         step, folder = self.progress.iteration, self.output.directory.path
         checkpoint = self.checkpoints.folder / f"step_{step}" if name == "on_checkpoint" else None
-        event = IterationEvent(step, self.iterations, dict(metrics), folder, checkpoint)
+        event = IterationEvent(step, self.iterations, dict(values), folder, checkpoint)
         stops, message, failure = False, "", None
         try:
             stops = is_main_process() and bool(callback(event))
@@ -363,7 +353,7 @@ class Trainer:
 
     def early_stop_reason(self) -> str:
         """Return the reason to stop early; "" if there is none."""
-        return EarlyStopping(**(self.progress.early_stopping or {})).reason(self.config)
+        return self.progress.early_stopping.reason(self.config)
 
     def is_over(self) -> bool:
         """Return whether nothing is left to train."""
@@ -379,17 +369,16 @@ class Trainer:
         self.rollouts.wait()  # held-out prompts have sampler and judges alone
         evaluation = evaluate(ctx, self.state.variables, ctx.validation_rows)
         measures = dict(evaluation.measures)
-        measures[SCORE] = measures.pop(TOTAL)
+        measures[SCORE] = measures.pop(metrics.TOTAL)
         score, at_start = measures[section.best_by], progress.notes.eval_rewards_at_start.get("validation", {})
         captions = caption_values(ctx)
-        measures |= {name: present_mean(np.array(values)) for name, values in captions.items()}
-        if names := regressed_measures(at_start, eval_reward_values(ctx, evaluation) | captions):
+        measures |= {name: metrics.present_mean(np.array(values)) for name, values in captions.items()}
+        if names := metrics.regressed_measures(at_start, eval_reward_values(ctx, evaluation) | captions):
             fell = f"{join_names(names)} fell below their initial values; not saved as best"
             self.output.info(f"validation after iteration {done}: {fell}")
             score = math.nan
-        waited = EarlyStopping(**(progress.early_stopping or {})).after(measures, done, self.config)
-        seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
-        progress = progress._replace(seconds=seconds, early_stopping=waited._asdict())
+        progress = progress._replace(early_stopping=progress.early_stopping.after(measures, done, self.config))
+        progress = progress.add_seconds({"evaluate": time.monotonic() - started})
         score = broadcast(float(score))
         # NaN without any reward, and for an iteration that may not be the best; no later value would exceed it.
         if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
@@ -406,7 +395,7 @@ class Trainer:
         self.rollouts.wait()  # held-out prompts have sampler and judges alone
         started = time.monotonic()
         after = measure_all(ctx, variables, references=ctx.renderer is not None)
-        seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
+        seconds = progress.add_seconds({"evaluate": time.monotonic() - started}).seconds
         variables = on_host(variables) if process_count() > 1 else variables
         if is_main_process():
             ctx.policy.save(directory.policy, variables)

@@ -14,8 +14,7 @@ from grpo_jax import evaluate, export
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.endings import EarlyStopping
-from grpo_jax.runs.session import Callbacks
+from grpo_jax.runs.session import Callbacks, EarlyStopping
 from grpo_jax.train import run
 
 ENTROPY = 2.0  # the target, in nats

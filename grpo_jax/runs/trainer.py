@@ -151,6 +151,7 @@ class Trainer:
         self.identity = identity_of(ctx.config, ctx.task_data.identity)
         distribution = {"allowed_tokens": ctx.allowed_tokens, "trie": ctx.trie}
         self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **distribution)
+        self.update = _keep_policy if ctx.config.learns == "renderer" else self.learner.update
         self.teacher = load_teacher(ctx.config, ctx.policy, **distribution)
         self.rollouts = Rollouts(ctx)
         self.algorithm = ctx.config.resolved_algorithm
@@ -255,7 +256,7 @@ class Trainer:
             if i == first:
                 self.output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
-            self.state, report = self.update(batch, i)
+            self.state, report = jax.block_until_ready(self.update(self.state, batch, self.update_key(i)))
             self.state, report["learning_rate"] = self.learner.refresh(self.state, i), rate
             collected = self.learn_pictures(collected, i)
             self.record(collected, report, started=started, judged=judged)
@@ -276,12 +277,9 @@ class Trainer:
         batch = make_batch(collected.rollout, collected.objectives, self.algorithm, device=device, mesh=mesh)
         return batch if self.teacher is None else batch._replace(ref_logprobs=self.teacher(batch))
 
-    def update(self, batch: Batch, i: int) -> tuple[TrainState, Record]:
-        """Update the policy, unless only the renderer learns; return the state and a report."""
-        if self.config.learns == "renderer":
-            return self.state, {"advantages": np.zeros(batch.tokens.shape[:2], np.float32)}
-        key = jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
-        return jax.block_until_ready(self.learner.update(self.state, batch, key))
+    def update_key(self, i: int) -> jax.Array:
+        """Return the key of an iteration's update."""
+        return jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
 
     def learn_pictures(self, collected: CollectedBatch, i: int) -> CollectedBatch:
         """Train the renderer, if it learns; return the batch with its metrics and seconds."""
@@ -479,3 +477,8 @@ class Trainer:
         """Save a checkpoint of the loop, in the background unless a callback waits for it."""
         self.save(wait=self.callbacks.on_checkpoint is not None)
         self.call_back("on_checkpoint", {})
+
+
+def _keep_policy(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
+    """Update nothing, since only the renderer learns; return the state and a report."""
+    return state, {"advantages": np.zeros(batch.tokens.shape[:2], np.float32)}

@@ -15,29 +15,19 @@ _MOST_ITERATIONS = 100_000  # environment steps are counted in 32 bits
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a training; `SETTINGS` has those of each algorithm.
+    """Settings of a training; `SETTINGS` has those of each algorithm."""
 
-    Attributes:
-        algorithm: "grpo" normalises the returns of the summed rewards in their group, "gdpo" those of each reward;
-            "ppo" has a value network and plays on 32 carts in parallel.
-        objectives: Rewards of a step: "upright" is 1, "centred" is largest in the middle.
-        weights: Weight of each reward; empty for ones.
-        condition: Count "centred" only in episodes of at least this many steps; 0 for always.
-        learning_rate: Adam's; with ppo it falls to 0 over `iterations`.
-        gamma: Discount γ of the returns.
-        group_size: Episodes per group (G), up to 500 steps each; unused with ppo.
-        epochs: Passes over one iteration's steps.
-    """
-
+    # "grpo" normalises the returns of the summed rewards in their group, "gdpo" those of each reward; "ppo" has a value
+    # network and plays on 32 carts in parallel
     algorithm: Literal["grpo", "gdpo", "ppo"] = "grpo"
-    objectives: tuple[str, ...] = ("upright",)
-    weights: tuple[float, ...] = ()
-    condition: int = 0
-    learning_rate: float = 3e-4
-    gamma: float = 0.994
+    objectives: tuple[str, ...] = ("upright",)  # rewards of a step: "upright" is 1, "centred" is largest in the middle
+    weights: tuple[float, ...] = ()  # weight of each reward; empty for ones
+    condition: int = 0  # count "centred" only in episodes of at least this many steps; 0 for always
+    learning_rate: float = 3e-4  # Adam's; with ppo it falls to 0 over `iterations`
+    gamma: float = 0.994  # discount γ of the returns
     iterations: int = 120
-    group_size: int = 16
-    epochs: int = 10
+    group_size: int = 16  # episodes per group (G), up to 500 steps each; unused with ppo
+    epochs: int = 10  # passes over one iteration's steps
 
     def __post_init__(self) -> None:
         """Raise UserError for settings that do not fit together."""

@@ -25,24 +25,16 @@ _SHARE = 256
 
 
 class Trie(NamedTuple):
-    """Trie of token sequences; a pytree of flat arrays, passed to compiled functions as an argument.
+    """Trie of token sequences; a pytree of flat arrays, passed to compiled functions as an argument."""
 
-    Attributes:
-        first: int32 [n + 1], the first edge of each node; its edges end at the next node's first edge.
-        token: int32 [e + C], the token of each edge, ascending within a node, padded with V. C is NARROW, or more in a
-            large vocabulary.
-        row: int32 [n], the row in `wide` of a node with more than C children; -1 for others and for the root.
-        root: bool [V], the tokens of the root's children.
-        wide: uint8 [W, V / 8], the tokens of wide nodes' children, packed by `numpy.packbits`.
-        text: int32 [n], index of the sequence that ends at a node; -1 if none does.
-    """
-
-    first: jax.Array
+    first: jax.Array  # int32 [n + 1], the first edge of each node; its edges end at the next node's first edge
+    # int32 [e + C], the token of each edge, ascending within a node, padded with V. C is NARROW, or more in a large
+    # vocabulary
     token: jax.Array
-    row: jax.Array
-    root: jax.Array
-    wide: jax.Array
-    text: jax.Array
+    row: jax.Array  # int32 [n], the row in `wide` of a node with more than C children; -1 for others and for the root
+    root: jax.Array  # bool [V], the tokens of the root's children
+    wide: jax.Array  # uint8 [W, V / 8], the tokens of wide nodes' children, packed by `numpy.packbits`
+    text: jax.Array  # int32 [n], index of the sequence that ends at a node; -1 if none does
 
     @property
     def vocab_size(self) -> int:

@@ -40,28 +40,19 @@ _HALVING = 32  # tokens above which the lengths of completions differ enough
 
 
 class Samples(NamedTuple):
-    """Completions of P prompts, on a device or fetched from it.
+    """Completions of P prompts, on a device or fetched from it."""
 
-    Attributes:
-        tokens: int32 [P, G, T], `pad_id` after the end.
-        mask: bool [P, G, T], true for tokens of the completion, including EOS.
-        logprobs: float32 [P, G, T] under the policy; 0 after the end.
-        sampler_logprobs: float32 [P, G, T] under the sampling distribution; 0 after the end.
-        truncated: bool [P, G], true if neither EOS nor a stop string came within T tokens.
-        present: bool [P, G, T] of an episode, true for the policy's tokens (`mask`) and for observations. None if all
-            tokens are the policy's.
-        turn: int32 [P, G, T] of an episode, the turn of each token from 0; an observation has the turn before it. Or
-            None.
-        kept: int32 [P, G, T, top_k], the candidates of each draw (`Choice.kept`), -1 after the end; or None.
-    """
-
-    tokens: Array
-    mask: Array
-    logprobs: Array
-    sampler_logprobs: Array
-    truncated: Array
+    tokens: Array  # int32 [P, G, T], `pad_id` after the end
+    mask: Array  # bool [P, G, T], true for tokens of the completion, including EOS
+    logprobs: Array  # float32 [P, G, T] under the policy; 0 after the end
+    sampler_logprobs: Array  # float32 [P, G, T] under the sampling distribution; 0 after the end
+    truncated: Array  # bool [P, G], true if neither EOS nor a stop string came within T tokens
+    # bool [P, G, T] of an episode, true for the policy's tokens (`mask`) and for observations. None if all tokens are
+    # the policy's
     present: Array | None = None
+    # int32 [P, G, T] of an episode, the turn of each token from 0; an observation has the turn before it. Or None
     turn: Array | None = None
+    # int32 [P, G, T, top_k], the candidates of each draw (`Choice.kept`), -1 after the end; or None
     kept: Array | None = None
 
 

@@ -19,26 +19,18 @@ _BLOCK = 128  # tokens per block of the two-level draw: 64 to 256 is fastest for
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters. Hashable: each distinct value compiles its own sampler.
+    """Sampling parameters. Hashable: each distinct value compiles its own sampler."""
 
-    Attributes:
-        group_size: G, completions per prompt.
-        max_new_tokens: T, maximum tokens of a completion.
-        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at temperature 1).
-        top_k: Draw among the k most likely tokens; 0 for all.
-        top_p: Draw among the fewest most likely tokens with this share of the probability mass after top-k, including
-            ties with the last one; 1 for all.
-        min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
-        keep_mask: Also return the candidates of each draw; needs top_k, which bounds their number.
-    """
-
-    group_size: int
-    max_new_tokens: int
+    group_size: int  # G, completions per prompt
+    max_new_tokens: int  # T, maximum tokens of a completion
+    # divides the logits; 0 takes the most likely token (log-probabilities are then at temperature 1)
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # draw among the k most likely tokens; 0 for all
+    # draw among the fewest most likely tokens with this share of the probability mass after top-k, including ties with
+    # the last one; 1 for all
     top_p: float = 1.0
-    min_p: float = 0.0
-    keep_mask: bool = False
+    min_p: float = 0.0  # draw among tokens at least this fraction as likely as the most likely one; 0 for all
+    keep_mask: bool = False  # also return the candidates of each draw; needs top_k, which bounds their number
 
     def __post_init__(self):
         """Raise a ValueError that names a field outside its range."""

@@ -56,8 +56,8 @@ Result = TypeVar("Result")
 class Checkpoints:
     """The checkpoints of one run.
 
-    A state is a mapping of parts, including `"variables"` for evaluation. Each part is a pytree of `jax.Array`s (also
-    typed keys), NumPy arrays and Python numbers. Metadata is JSON. All processes must call each method together.
+    A state is a mapping of parts, including `"variables"` for evaluation. Each part is a pytree of `jax.Array`s, NumPy
+    arrays and Python numbers. Metadata is JSON. All processes must call each method together.
     """
 
     def __init__(
@@ -350,16 +350,12 @@ def _array(leaf: PyTree) -> PyTree:
     return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.array(leaf)  # copy: it is written later
 
 
-def _is_key(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _as_template(leaf: PyTree, restored: PyTree) -> PyTree:
     """Convert a restored array to its template's form: Python number, uncommitted array."""
     if isinstance(leaf, bool | int | float):
         return type(leaf)(np.asarray(restored).item())
     # an uncommitted array stays uncommitted
-    return restored if _is_key(leaf) or getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
+    return restored if getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
 
 
 def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
@@ -368,7 +364,7 @@ def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
     def described(tree: PyTree) -> dict[str, str]:
         named = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            array = jax.random.key_data(leaf) if _is_key(leaf) else leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+            array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
             named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{array.dtype}{list(array.shape)}"
         return named
 

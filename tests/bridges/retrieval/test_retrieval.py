@@ -124,6 +124,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
         tfidf(cache=tmp_path / "file" / "below")
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, of NaN
 def test_a_catalogue_of_nan_ends_the_run():
     vectors = dict.fromkeys(TITLES, np.ones(2, np.float32)) | {"rose hand cream": np.full(2, np.nan, np.float32)}
     encoder = GivenVectors(vectors)

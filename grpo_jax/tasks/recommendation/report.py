@@ -18,7 +18,6 @@ from grpo_jax.tasks.recommendation.baselines import (
     mrr,
     ndcg,
     rank_all,
-    taken_counts,
     title_baselines,
 )
 from grpo_jax.tasks.recommendation.dataset import Dataset
@@ -28,19 +27,12 @@ CUTOFFS = (5, 10, 20, 50, 100)
 MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "MRR")
 SHOWN = ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR")
 """Measures shown on a terminal."""
-ALL = "all"
-POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50": (11, 50), "target > 50": (51, np.inf)}
-"""Groups of users by how often their target was taken in training, least and most."""
 
 
 class TableRow(NamedTuple):
-    """One method on one group of users: "all", or a subset.
-
-    `measures` has each measure's mean and interval.
-    """
+    """A method, or a difference of two: mean and interval of each measure over the users."""
 
     method: str
-    group: str
     users: int
     measures: dict[str, Interval]
 
@@ -51,9 +43,9 @@ def measure_users(rank: np.ndarray) -> np.ndarray:
     return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), mrr(rank)], axis=1)
 
 
-def make_table(ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None) -> list[TableRow]:
-    """Measure every method's ranks f64 [U] on all users and on each group, bool [U]."""
-    return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {})
+def make_table(ranks: Mapping[str, np.ndarray]) -> list[TableRow]:
+    """Measure every method's ranks f64 [U]."""
+    return _rows({method: measure_users(rank) for method, rank in ranks.items()})
 
 
 def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> list[TableRow]:
@@ -63,58 +55,34 @@ def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str
     the two methods overlap. A pair is (method, subtracted method), and its row is called "method − other".
     """
     values = {name: measure_users(ranks[name]) for pair in pairs for name in pair}
-    differences = {f"{method} − {other}": values[method] - values[other] for method, other in pairs}
-    return _rows(differences, {})
+    return _rows({f"{method} − {other}": values[method] - values[other] for method, other in pairs})
 
 
-def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]) -> list[TableRow]:
-    """Return a row for all users and each group of each method's values f64 [U, 16]."""
-    rows = []
-    for method, measured in values.items():
-        for group, members in {ALL: np.ones(len(measured), bool), **groups}.items():
-            measures = dict(zip(MEASURES, map(mean_interval, measured[members].T), strict=True))
-            rows.append(TableRow(method, group, int(members.sum()), measures))
-    return rows
-
-
-def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Group users by their target's popularity in training: the non-empty groups of POPULARITY, bool [U] each.
-
-    They compare a method on rare and on common items. `counts` are those of `baselines.taken_counts`.
-    """
-    taken = counts[[row.columns["target_row"] for row in rows]]
-    groups = {name: (taken >= least) & (taken <= most) for name, (least, most) in POPULARITY.items()}
-    return {name: members for name, members in groups.items() if members.any()}
+def _rows(values: Mapping[str, np.ndarray]) -> list[TableRow]:
+    """Return a row for each method's values f64 [U, 16]."""
+    return [
+        TableRow(method, len(measured), dict(zip(MEASURES, map(mean_interval, measured.T), strict=True)))
+        for method, measured in values.items()
+    ]
 
 
 def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
     """Return the table as plain values, for JSON."""
-    measures = [{name: interval._asdict() for name, interval in row.measures.items()} for row in rows]
-    counts = [dict(zip(TableRow._fields[:3], row, strict=False)) for row in rows]
-    return [{**count, **means} for count, means in zip(counts, measures, strict=True)]
+    return [
+        {"method": row.method, "users": row.users} | {name: one._asdict() for name, one in row.measures.items()}
+        for row in rows
+    ]
 
 
 def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
-    """Return the measures of SHOWN of all users as text; arguments as in `table_cells`."""
-    everybody = [row for row in rows if row.group == ALL]
-    ((title, cells),) = table_cells(everybody, SHOWN, signed=signed)
-    return "\n".join(Table(title, (title, *SHOWN), cells).lines())
+    """Return the measures of SHOWN as text; differences are `signed`, with a star if the interval excludes zero."""
+    title = f"{rows[0].users} users"
+    return "\n".join(Table(title, (title, *SHOWN), _cells(rows, SHOWN, signed)).lines())
 
 
-def table_cells(
-    rows: Sequence[TableRow], measures: Sequence[str] = MEASURES, *, signed: bool = False
-) -> list[tuple[str, list[list[str]]]]:
-    """Return each group's heading, and each method's name and measures as text, intervals in brackets.
-
-    Differences are `signed`, with a star if the interval excludes zero.
-    """
-    groups = []
-    for group in dict.fromkeys(row.group for row in rows):
-        part = [row for row in rows if row.group == group]
-        heading = f"{group}: {part[0].users} users"
-        cells = [[row.method, *(_cell(row.measures[name], signed) for name in measures)] for row in part]
-        groups.append((heading, cells))
-    return groups
+def _cells(rows: Sequence[TableRow], measures: Sequence[str], signed: bool) -> list[list[str]]:
+    """Return each method's name and measures as text, intervals in brackets."""
+    return [[row.method, *(_cell(row.measures[name], signed) for name in measures)] for row in rows]
 
 
 def _cell(interval: Interval, signed: bool) -> str:
@@ -159,8 +127,7 @@ def findings(
     ranks = {name: rank_all(score, rows, items=len(dataset.catalogue)) for name, score in scores.items()}
     ranks |= title_baselines(ask, rows, mixed=mixed)
     ranks |= {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
-    groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
-    table, paired = make_table(ranks, groups), paired_table(ranks, _compared(list(ranks)))
+    table, paired = make_table(ranks), paired_table(ranks, _compared(list(ranks)))
     texts = [format_table(table)]
     if paired:
         texts.append(f"Paired differences (* the 95 % interval excludes zero)\n{format_table(paired, signed=True)}")
@@ -181,17 +148,16 @@ def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> list[Table]:
-    """Return a table for each group of users, and paired differences."""
+    """Return the table of all methods, and paired differences if there are any."""
     columns = ("method", *MEASURES)
-    tables = [Table(f"Ranking, {title}", columns, cells) for title, cells in table_cells(table)]
-    tables[0] = tables[0]._replace(
-        note="Full ranking of the catalogue, without each user's history; mean and 95 % interval over users. "
-        "The oracle's query is the target's own title. Targets are grouped by how many users took them in training."
+    note = (
+        "Full ranking of the catalogue, without each user's history; mean and 95 % interval over users. The oracle's "
+        "query is the target's own title."
     )
     paired_note = (
         "Differences per user, with the 95 % interval; * if it excludes zero. After − before is the gain by GRPO; "
         "+ prior − prior alone is the gain by the policy."
     )
-    return tables + [
-        Table("Paired differences", columns, cells, paired_note) for _, cells in table_cells(paired, signed=True)
-    ]
+    tables = [Table(f"Ranking, {table[0].users} users", columns, _cells(table, MEASURES, signed=False), note)]
+    differences = Table("Paired differences", columns, _cells(paired, MEASURES, signed=True), paired_note)
+    return tables + [differences] * bool(paired)

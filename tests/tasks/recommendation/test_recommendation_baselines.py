@@ -113,17 +113,12 @@ def test_title_baselines_ask_with_the_last_title_and_the_own_title():
     assert ranks["oracle: own title"].tolist() == best
 
 
-def test_a_table_holds_every_method_group_and_measure():
+def test_a_table_holds_every_method_and_measure():
     ranks = {name: ranked(score) for name, score in baselines.count_baselines(KNOWN, ITEMS, ROWS).items()}
     ranks |= baselines.title_baselines(WordRetriever().score_ranks, ROWS)
-    groups = table.popularity_groups(ROWS, taken := baselines.taken_counts(KNOWN, ITEMS))
-    assert np.sum([*groups.values()], 0).tolist() == [1] * len(ROWS) and len(groups) > 1
-    first, group = taken[ROWS[0].columns["target_row"]], next(name for name, users in groups.items() if users[0])
-    assert table.POPULARITY[group][0] <= first <= table.POPULARITY[group][1]
-    rows = table.make_table(ranks, groups)
-    assert [(row.method, row.group) for row in rows] == [(m, g) for m in ranks for g in ("all", *groups)]
-    row = next(row for row in rows if row.method == "popularity" and row.group == group)
-    chosen = ranks["popularity"][groups[group]]
+    row, *others = table.make_table(ranks)
+    assert [row.method, *(other.method for other in others)] == list(ranks)
+    chosen = ranks["popularity"]
     assert row.users == len(chosen)
     gains = {"HR": np.ones_like(chosen), "NDCG": 1 / np.log2(1 + chosen), "MRR": 1 / chosen}
     expected = {f"{name}@{k}": (gain * (chosen <= k)).mean() for name, gain in gains.items() for k in table.CUTOFFS}

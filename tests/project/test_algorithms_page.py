@@ -59,3 +59,10 @@ def test_presets_are_as_described(name):
     levels = {"token": "token", "row": "sequence", "row, of clipped tokens": "geometric"}
     assert levels[ratio] == losses.PRESETS[name]["ratio"]
     assert scale == losses.PRESET_SCALES[name]
+
+
+@pytest.mark.parametrize("name", advantages.SUM_ESTIMATORS)
+def test_estimators_are_choices_with_a_row(name):
+    assert AlgorithmSection(advantage=name).advantage == name
+    function = advantages.SUM_ESTIMATORS[name].__name__
+    assert any(f"| `{function}` | `{name}` |" in line for line in PAGE.splitlines())

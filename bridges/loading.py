@@ -141,17 +141,34 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     """
     if listed := published()["pipelines"].get(path):
         return listed["parameters"], _PUBLISHED_WIDTHS, listed["edge"]
-    folder = bundled(path, "renderer") or local_folder(path)
-    if folder is None:
-        raise UserError(f"{path}: its size is not known; give a folder with the components' config.json")
+    folder = _pipeline_folder(path)
     index = load_json(folder / "model_index.json")
     named = {name: index[name] for name in MODELS if index.get(name, [None])[0]}
     sizes = {name: _size(library, kind, folder / name / "config.json") for name, (library, kind) in named.items()}
-    vae = load_json(folder / "vae" / "config.json")
-    widths = tuple(vae.get("block_out_channels") or vae["encoder_block_out_channels"])
+    widths = _vae_widths(folder)
     drawing = load_json(folder / ("transformer" if "transformer" in named else "unet") / "config.json")
     latents = drawing.get("sample_size", 128)  # FLUX's transformer has none; its pipeline uses 128
     return sizes, widths, latents * 2 ** (len(widths) - 1)
+
+
+def transformer_config(path: str) -> tuple[dict[str, Any], int]:
+    """Return the config of a pipeline's transformer, and the pixels along a latent; `path` as in `pipeline_sizes`."""
+    if listed := published()["pipelines"].get(path):
+        return listed["transformer"], 2 ** (len(_PUBLISHED_WIDTHS) - 1)
+    folder = _pipeline_folder(path)
+    return load_json(folder / "transformer" / "config.json"), 2 ** (len(_vae_widths(folder)) - 1)
+
+
+def _pipeline_folder(path: str) -> Path:
+    folder = bundled(path, "renderer") or local_folder(path)
+    if folder is None:
+        raise UserError(f"{path}: its size is not known; give a folder with the components' config.json")
+    return folder
+
+
+def _vae_widths(folder: Path) -> tuple[int, ...]:
+    vae = load_json(folder / "vae" / "config.json")
+    return tuple(vae.get("block_out_channels") or vae["encoder_block_out_channels"])
 
 
 def clip_size(model: str) -> int:

@@ -10,6 +10,7 @@ gradients cross. The trained weights draw in evaluation. Their average, the old 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,13 +23,18 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bridges.diffusion import Renderer
+from bridges.diffusion import Renderer, denoiser, find_pipeline
 from bridges.dlpack import to_jax, to_torch
-from bridges.judges import RendererTraining, RenderSettings
+from bridges.judges import PipelineJudge, RendererTraining, RenderSettings
+from bridges.loading import DTYPES, quiet_loading, transformer_config
+from grpo_jax.config.fields import require
+from grpo_jax.config.files import load_json
 from grpo_jax.core.flow import FlowMetrics, add_noise, awm_loss, diffusion_nft_loss, unit_rewards
 
 TRAINED, OLD = "trained", "old"
 ADAPTER = "default"  # diffusers' own name: files of another name need `adapter_name` to load
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+DISTILLED = re.compile(r"turbo|schnell|lightning|lcm|hyper-sd")
 SMALLEST_TIME = 0.02  # the losses weigh a time by its value: below this one a forward pass is wasted
 
 
@@ -43,6 +49,10 @@ class TrainableRenderer(Renderer):
     def __init__(self, renderer: Renderer, train: RendererTraining, *, seed: int):
         """Add LoRA to a loaded renderer's pipeline; `seed` draws its start, which changes no picture."""
         vars(self).update(vars(renderer))
+        scheduler, network = self.pipeline.scheduler, denoiser(self.pipeline)
+        _require_flow(
+            self.name, type(self.pipeline).__name__, type(scheduler).__name__, network.config, self.training.guidance
+        )
         self.train, self.updates = train, 0
         self.training = replace(renderer.training, weights=OLD)
         self.evaluation = replace(renderer.evaluation, weights=TRAINED)
@@ -64,10 +74,7 @@ class TrainableRenderer(Renderer):
             self._transformer.forward = _in_bfloat16(self._transformer.forward, self.device)
         self._latents: dict[tuple[str, int], torch.Tensor] = {}
         self._texts: dict[str, dict[str, torch.Tensor]] = {}
-        options = {"beta": train.beta, "scale": train.advantage_clip} if train.loss == "nft" else {}
-        loss = diffusion_nft_loss if train.loss == "nft" else awm_loss
-        loss = functools.partial(loss, reference_coef=train.reference_coef, **options)
-        self._loss = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        self._loss = _value_and_grad(train.loss, train.beta, train.advantage_clip, train.reference_coef)
 
     def _draw(
         self,
@@ -130,8 +137,8 @@ class TrainableRenderer(Renderer):
                 metrics |= self._update(pictures, weights, rows, present, jax.random.fold_in(key, update))
             if len(rows):
                 decay = min(self.train.old_decay.factor * self.updates, self.train.old_decay.maximum)
-                old, trained = (list(self._values[name].values()) for name in (OLD, TRAINED))
-                torch._foreach_lerp_(old, trained, 1.0 - decay)
+                for name, value in self._values[OLD].items():
+                    value.lerp_(self._values[TRAINED][name], 1.0 - decay)
                 self._forget_pictures()
             self._latents.clear()
             self._texts.clear()
@@ -142,9 +149,7 @@ class TrainableRenderer(Renderer):
     ) -> dict[str, float]:
         """Take one optimizer step on the pictures of `rows`."""
         of_times, of_noise = jax.random.split(key)
-        number = len(self._times)
-        orders = jax.vmap(lambda key: jax.random.permutation(key, number))(jax.random.split(of_times, len(pictures)))
-        chosen = np.asarray(orders)[:, : self.train.times]
+        chosen = np.asarray(_orders(of_times, len(pictures), len(self._times)))[:, : self.train.times]
         samples = np.array([(row, place) for row in rows for place in chosen[row]])
         parts = []
         for start in range(0, len(samples), self.train.micro_batch):
@@ -264,12 +269,106 @@ class TrainableRenderer(Renderer):
             )
 
 
+@functools.cache
+def _value_and_grad(name: str, beta: float, clip: float, reference_coef: float) -> Callable:
+    """Return a loss with its gradient, compiled once for all renderers of equal settings."""
+    loss = functools.partial(awm_loss, reference_coef=reference_coef)
+    if name == "nft":  # with the published factor a picture's weight is its clipped advantage
+        loss = functools.partial(diffusion_nft_loss, beta=beta, scale=clip, reference_coef=reference_coef)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _orders(key: jax.Array, rows: int, number: int) -> jax.Array:
+    """Return for each row a random order of the times, `[rows, number]`."""
+    return jax.vmap(lambda key: jax.random.permutation(key, number))(jax.random.split(key, rows))
+
+
 @jax.jit
 def _noised(key: jax.Array, x0: jax.Array, samples: jax.Array, times: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Add each sample's own noise; return x_t and its velocity."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
     noise = jax.vmap(lambda key: jax.random.normal(key, x0.shape[1:], jnp.float32))(keys)
     return add_noise(x0, noise, times)
+
+
+def check_training(judge: PipelineJudge) -> None:
+    """Refuse a renderer that cannot be trained, before weights are read; of a hub id `load` checks the rest."""
+    require(judge.pool is None, "train", "null with a pool: the renderer is trained in the run's own process", "both")
+    source, index = find_pipeline(judge.path)
+    known = isinstance(source, Path) and "transformer" in index
+    config = load_json(source / "transformer" / "config.json") if known else {}
+    _require_flow(str(source), index["_class_name"], index["scheduler"][1], config, judge.guidance)
+
+
+def _require_flow(path: str, kind: str, scheduler: str, transformer: Mapping[str, object], guidance: float) -> None:
+    """Raise UserError unless a pipeline predicts a flow's velocity, from unquantised and undistilled weights."""
+    embedded, flow = transformer.get("guidance_embeds"), ("StableDiffusion3Pipeline", "FluxPipeline")
+    velocities = f"null, or a pipeline that predicts a flow's velocity ({', '.join(flow)}, with {SCHEDULER})"
+    require(kind in flow and scheduler == SCHEDULER, "train", velocities, f"{kind} with {scheduler}")
+    # FLUX.1-schnell embeds no guidance; other distilled pipelines differ from their base only by name
+    distilled = (kind == "FluxPipeline" and embedded is False) or DISTILLED.search(Path(path).name.lower())
+    require(not distilled, "train", "null, or a pipeline not distilled to few steps: training blurs its pictures", path)
+    require("quantization_config" not in transformer, "train", "null, or weights that are not quantised", path)
+    require(
+        guidance <= 1 or embedded, "guidance", "1 with train: the picture must be the trained model's own", guidance
+    )
+
+
+def training_memory(judge: PipelineJudge, train: RendererTraining, *, fused: bool = True) -> list[tuple[str, int, str]]:
+    """Return the bytes of a renderer's training by part: LoRA with its optimizer, and activations.
+
+    The transformer runs on torch's meta device, and torch counts the tensors that its backward pass would keep; `fused`
+    attention, as on a GPU, keeps no matrix of scores.
+    """
+    import diffusers
+
+    config, pixels = transformer_config(judge.path)
+    dtype = torch.bfloat16 if train.autocast else DTYPES[judge.dtype]
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        scores = tensor.ndim > 2 and tensor.shape[-1] == tensor.shape[-2]
+        return tensor if fused and scores else saved.setdefault(tensor.untyped_storage()._cdata, tensor)
+
+    with quiet_loading(), torch.device("meta"):
+        model = getattr(diffusers, config["_class_name"]).from_config(config).to(dtype).requires_grad_(False)
+        model.add_adapter(_lora_config(train), ADAPTER)
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in weights:
+            parameter.data = parameter.data.float()
+        edge = judge.size // pixels or config.get("sample_size", 128)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            model(**{name: value.to(dtype) for name, value in _example(judge, model.config, edge).items()})
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage()._cdata, None)
+    activations = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    lora = 5 * 4 * sum(parameter.numel() for parameter in weights)
+    return [
+        ("LoRA", lora, "trained and old weights, gradients, AdamW's moments"),
+        ("activations", train.micro_batch * activations, f"of {train.micro_batch} pictures"),
+    ]
+
+
+def _example(judge: PipelineJudge, config: Mapping[str, int], edge: int) -> dict[str, torch.Tensor]:
+    """Return the transformer's arguments for a picture whose latent is `edge` wide."""
+    words, channels, places = (
+        77 + (256 if getattr(judge, "use_t5", True) else 1),
+        config["in_channels"],
+        (edge // 2) ** 2,
+    )
+    shapes: dict[str, tuple[int, ...]] = {"hidden_states": (1, channels, edge, edge)}
+    if "guidance_embeds" in config:  # FLUX
+        words = getattr(judge, "max_sequence_length", 0) or 512
+        shapes = {
+            "hidden_states": (1, places, channels),
+            "img_ids": (places, 3),
+            "txt_ids": (words, 3),
+            "guidance": (1,),
+        }
+    shapes |= {"encoder_hidden_states": (1, words, config["joint_attention_dim"]), "timestep": (1,)}
+    shapes["pooled_projections"] = (1, config["pooled_projection_dim"])
+    return {name: torch.empty(shape) for name, shape in shapes.items()}
 
 
 def _lora_config(train: RendererTraining) -> LoraConfig:

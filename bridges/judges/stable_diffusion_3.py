@@ -23,6 +23,10 @@ class StableDiffusion3(PipelineJudge):
         from bridges.diffusion import find_pipeline
 
         find_pipeline(self.path)
+        if self.train:
+            from bridges.trainable import check_training
+
+            check_training(self)
 
     def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N", only from safetensors and without running its code."""

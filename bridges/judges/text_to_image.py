@@ -48,6 +48,10 @@ class TextToImage(PipelineJudge):
             require(default, name, f"its default, as a {kind.__name__} takes none", getattr(self, name))
         if self.lora and not Path(self.lora).expanduser().is_file():
             local_folder(self.lora)
+        if self.train:
+            from bridges.trainable import check_training
+
+            check_training(self)
 
     def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
         """Find the pipeline, its table of contents and its class, without reading weights."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.config.sections import AlgorithmSection, PPOSection
-from grpo_jax.core import advantages, aggregation, kl, losses, ppo, returns, selection, surrogates
+from grpo_jax.core import advantages, aggregation, flow, kl, losses, ppo, returns, selection, surrogates
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -44,7 +44,7 @@ def test_config_fields_are_real_and_all_there(prefix, section):
 
 
 def test_functions_are_real():
-    modules = (advantages, aggregation, kl, losses, ppo, returns, selection, surrogates)
+    modules = (advantages, aggregation, flow, kl, losses, ppo, returns, selection, surrogates)
     for name in set(re.findall(r"`(\w+)\(", PAGE)):
         assert any(hasattr(module, name) for module in modules), name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -24,7 +23,6 @@ POLICY = "policy"
 RENDERER = "renderer"
 """The name in `judges` of the model that draws pictures."""
 
-_DISTILLED = ("turbo", "schnell", "lightning", "lcm", "sprint")  # in names of step-distilled pipelines
 _LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
@@ -162,15 +160,10 @@ class Config(Section):
         require(trained, "training.learns", f"'rewriter' without {where}.train, its settings", self.learns)
         alone = "null with judges.renderer.train: its gradients need the renderer in the run's own process"
         require(renderer.pool is None, f"{where}.pool", alone, renderer.pool)
-        plain = "1 with judges.renderer.train: the trained velocity is the one without guidance"
-        require(renderer.guidance == 1, f"{where}.guidance", plain, renderer.guidance)
         newest = "0 where the renderer learns: pictures are drawn by its newest weights"
         self.require(self.training.async_level == 0, "training.async_level", newest)
         several = self.sampling.group_size * renderer.pictures > 1
         self.require(several, "sampling.group_size", f"at least 2, or {where}.pictures 2: pictures are compared")
-        name = next((name for name in _DISTILLED if name in Path(renderer.path).name.lower()), "")
-        many = f"a model that is not distilled to a few steps, where training blurs it (not {name})"
-        require(not name, f"{where}.path", many, renderer.path)
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training

@@ -126,10 +126,12 @@ def test_advantages_compare_pictures_of_a_prompt_or_of_a_text(by_text, scale):
 
 def test_a_texts_reward_is_the_mean_over_its_pictures():
     def number(completions, images, log_extra, **columns):
-        log_extra("picture", images)
-        return [None if image in (1, 6, 7) else image for image in images]
+        values = images[:, 0, 0, 0].tolist()
+        log_extra("picture", values)
+        return [None if value in (1, 6, 7) else value for value in values]
 
-    drawn = RenderedImages(np.arange(8.0), None, per_text=2)
+    pictures = np.broadcast_to(np.arange(8, dtype=np.uint8)[:, None, None, None], (8, 4, 4, 3))
+    drawn = RenderedImages(pictures, None, per_text=2)
     fns = RolloutFns(None, None, lambda *_: drawn, Score({"number": number}, {}, missing=False), ("number",), ())
     rollout = judge(fns, [Row(1, "a"), Row(2, "b")], [["x", "y"], ["z", "z"]])
     np.testing.assert_array_equal(rollout.final_rewards[..., 0], [[0, 2.5], [4.5, np.nan]])

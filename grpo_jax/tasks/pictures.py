@@ -273,7 +273,7 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
     device = judges.get("scorer", renderer).device
 
     def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:
-        seeds = noise_seeds(config, rows, len(texts[0]), iteration, evaluation=evaluation)
+        seeds = noise_seeds(config, rows, texts, iteration, evaluation=evaluation)
         count = len(seeds) // sum(map(len, texts))
         words = [text for group in texts for text in group for _ in range(count)]
         plain = [*zip([row.prompt for row in rows for _ in range(len(seeds) // len(rows))], seeds, strict=True)]

@@ -20,17 +20,26 @@ if TYPE_CHECKING:
 _STREAM = 2**31 - 9
 
 
-def noise_seeds(config: Config, rows: Sequence[Row], group: int, iteration: int, *, evaluation: bool) -> list[int]:
+def noise_seeds(
+    config: Config, rows: Sequence[Row], texts: Sequence[Sequence[str]], iteration: int, *, evaluation: bool
+) -> list[int]:
     """Return the seed of each picture's noise, P·G·K of them, in [0, 2**63).
 
-    The pictures of a prompt share one noise, so that only words differ. The k-th of several pictures of a text has the
-    noise of seed + k, for all texts of the prompt. A renderer that learns from one picture of each text needs pictures
-    that differ in noise: that of the g-th completion has seed + g. Evaluation always draws one picture, of one noise.
+    The pictures of a prompt share one noise, so that only words differ; the k-th of several pictures of a text has that
+    of seed + k. If the renderer learns, a copy of a text in the group has new noise: the n-th picture of a text has that
+    of seed + n. Evaluation always draws one picture, of one noise.
+
+    Args:
+        texts: `[P][G]`.
     """
     count = 1 if evaluation else config.pictures_per_text
-    distinct = config.renderer_learns and count == 1 and not evaluation
-    seeds = [noise_seed(config.seed, iteration, row.id, evaluation=evaluation) for row in rows]
-    return [(seed + g * distinct + k) % 2**63 for seed in seeds for g in range(group) for k in range(count)]
+    seeds = []
+    for row, group in zip(rows, texts, strict=True):
+        first = noise_seed(config.seed, iteration, row.id, evaluation=evaluation)
+        for g, text in enumerate(group):
+            copies = group[:g].count(text) if config.renderer_learns and not evaluation else 0
+            seeds += [(first + copies * count + k) % 2**63 for k in range(count)]
+    return seeds
 
 
 def learn_pictures(
@@ -57,7 +66,7 @@ def learn_pictures(
     advantages = picture_advantages(
         np.asarray(judged), texts, weights=weights, by_text=section.credit == "text", scale=section.advantage_scale
     )
-    seeds = noise_seeds(config, rollout.rows, group, iteration, evaluation=False)
+    seeds = noise_seeds(config, rollout.rows, rollout.texts, iteration, evaluation=False)
     key = jax.random.fold_in(jax.random.fold_in(key, _STREAM), iteration)
     metrics = renderer.learn([*chain.from_iterable(texts)], seeds, advantages.ravel(), key)
     return {f"renderer/{name}": value for name, value in metrics.items()}

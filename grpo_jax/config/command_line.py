@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config.fields import KEY, Argument, ConfigField, build, hint, merged, to_yaml, walk
+from grpo_jax.config.fields import KEY, Argument, ConfigField, KeyOf, build, hint, merged, to_yaml, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import ALL_NAMES, REMOVED, fields_of, hint_for
 from grpo_jax.config.run import Config, find_task, make_config
@@ -264,7 +264,9 @@ def _section(home: str, about: str, fields: Sequence[ConfigField]) -> str:
 def _option(field: ConfigField) -> str:
     name = field.path if "[]" in field.path else f"--{field.path}"  # an entry's fields are given within the entry
     value = "must be given" if field.info.is_required() and field.value is None else f"default: {_spelled(field)}"
-    kind = f"{', '.join(field.marked.kinds)}, file.py:Class" if field.marked else _type_word(field.info.annotation)
+    keys = next((mark for mark in field.info.metadata if isinstance(mark, KeyOf)), None)
+    kind = "|".join(keys.names) if keys else _type_word(field.info.annotation)
+    kind = f"{', '.join(field.marked.kinds)}, file.py:Class" if field.marked else kind
     fill = functools.partial(textwrap.fill, width=_WIDTH, break_on_hyphens=False, break_long_words=False)
     first = fill(f"{name}  {kind}  ({value})", initial_indent="  ", subsequent_indent=" " * 8)
     return f"{first}\n{fill(_paragraph(field.info.description), initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"

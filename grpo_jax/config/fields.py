@@ -133,6 +133,22 @@ def require(condition: object, name: str, expected: str, came: object) -> None:
         raise FieldError(f"{name}: expected {expected}, got {short_repr(came)}")
 
 
+class KeyOf:
+    """Annotation of a text that is one of `others` or a key of a module's table, imported when a section is made."""
+
+    def __init__(self, module: str, table: str, *others: str):
+        self.module, self.table, self.others = module, table, others
+
+    @property
+    def names(self) -> list[str]:
+        """Return the possible texts."""
+        return [*self.others, *getattr(importlib.import_module(self.module), self.table)]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        """Tell pydantic the possible texts."""
+        return core_schema.literal_schema(self.names)
+
+
 class OneOf:
     """Annotation of a value whose class the config names: a bare kind, or a mapping of `kind` and the class's fields.
 

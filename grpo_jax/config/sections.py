@@ -16,6 +16,7 @@ from grpo_jax.config.fields import (
     WIDTH,
     Coefficient,
     Count,
+    KeyOf,
     Length,
     NonNegative,
     Options,
@@ -29,8 +30,6 @@ from grpo_jax.config.fields import (
     resume_mutable,
 )
 from grpo_jax.config.named import name_tools
-from grpo_jax.core.advantages import SUM_ESTIMATORS
-from grpo_jax.core.losses import PRESETS
 from grpo_jax.errors import short_repr
 
 TODAY = "today"
@@ -281,9 +280,9 @@ class SurrogateSection(Section):
 class AlgorithmSection(Section):
     """Advantages and loss."""
 
-    preset: Literal[*PRESETS] = "grpo"  # type: ignore[valid-type]
+    preset: Annotated[str, KeyOf("grpo_jax.core.losses", "PRESETS")] = "grpo"
     """Loss preset, named after its paper (docs/algorithms.md)."""
-    advantage: Literal["gdpo", *SUM_ESTIMATORS, "gae", "opd"] = "gdpo"  # type: ignore[valid-type]
+    advantage: Annotated[str, KeyOf("grpo_jax.core.advantages", "SUM_ESTIMATORS", "gdpo", "gae", "opd")] = "gdpo"
     """Advantage estimator (docs/algorithms.md). "gdpo" normalises each reward in its group; "gae" is PPO (section ppo);
     "opd" distils the teacher on-policy and only logs the rewards; the others take the weighted sum of the rewards."""
     best_of: Length = 4
@@ -360,6 +359,8 @@ class AlgorithmSection(Section):
         self._check_surrogate()
 
     def _check_surrogate(self) -> None:
+        from grpo_jax.core.losses import PRESETS  # imports JAX
+
         changes, names = self.surrogate.changes, {field.name for field in fields(PRESETS[self.preset]["surrogate"])}
         expected = f"{' and '.join(sorted(names - {'low', 'high'}))} with preset {self.preset!r}"
         require(changes.keys() <= names, "surrogate", expected, sorted(changes))

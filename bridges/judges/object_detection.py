@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridges.judges import ModelJudge
@@ -62,17 +64,18 @@ class ObjectDetection(ModelJudge):
         return Detector(self, model, processor, target)
 
 
+@dataclass(eq=False, repr=False)
 class Detector:
     """A loaded detector."""
 
-    def __init__(
-        self, config: ObjectDetection, model: PreTrainedModel, processor: BaseImageProcessor, device: torch.device
-    ):
-        self.device = device
-        self.names = tuple(model.config.id2label[number] for number in sorted(model.config.id2label))
-        self._config = config
-        self._model = model
-        self._processor = processor
+    _config: ObjectDetection
+    _model: PreTrainedModel
+    _processor: BaseImageProcessor
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        labels = self._model.config.id2label
+        self.names = tuple(labels[number] for number in sorted(labels))
 
     def __str__(self) -> str:
         return f"{self._config.path}: {type(self._model).__name__}, {len(self.names)} kinds, on {self.device}"
@@ -100,14 +103,10 @@ class Detector:
             rows = asked[start : start + config.batch_size]
             for row, scored in zip(rows, self._detect(images[rows]), strict=True):
                 counting = requests[row].get("tag") == "counting"
-                threshold = COUNTING_THRESHOLD if counting else config.threshold
-                found = {
-                    name: [box for score, box in boxes if score > threshold][:MOST_OBJECTS]
-                    for name, boxes in scored.items()
-                }
-                met = requirements_met(
-                    found, requests[row], lambda boxes, name, row=row: colours_of(scorer, images[row], boxes, name)
-                )
+                least = COUNTING_THRESHOLD if counting else config.threshold
+                found = {name: [box for score, box in boxes if score > least] for name, boxes in scored.items()}
+                found = {name: boxes[:MOST_OBJECTS] for name, boxes in found.items()}
+                met = requirements_met(found, requests[row], partial(colours_of, scorer, images[row]))
                 earned[row] = sum(met) / len(met) if config.partial else float(all(met))
         return earned
 
@@ -152,9 +151,7 @@ def colours_of(scorer: Scorer, image: torch.Tensor, boxes: Sequence[Box], name: 
 
 
 def requirements_met(
-    found: Mapping[str, Sequence[Box]],
-    request: Mapping[str, Any],
-    colours: Callable[[Sequence[Box], str], list[str]],
+    found: Mapping[str, Sequence[Box]], request: Mapping[str, Any], colours: Callable[[Sequence[Box], str], list[str]]
 ) -> list[bool]:
     """Return whether each part of a request is met; GenEval's rules require all.
 

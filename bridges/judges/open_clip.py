@@ -58,14 +58,10 @@ class OpenClip(Judge):
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights; activations are a few tens of megabytes."""
-        from bridges import bundled, loading
+        from bridges import loading
 
-        folder = bundled(self.model, "scorer")
-        name = self.model if folder is None else f"local-dir:{folder}"
-        return [
-            ("CLIP", loading.clip_size(name) * loading.DTYPES[self.dtype].itemsize, self.dtype),
-            ("scoring", 2**28, "allowance"),
-        ]
+        weights = loading.clip_size(self._source()) * loading.DTYPES[self.dtype].itemsize
+        return [("CLIP", weights, self.dtype), ("scoring", 2**28, "allowance")]
 
     def _preprocess(self, settings: dict) -> Preprocess:
         from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -78,15 +74,20 @@ class OpenClip(Judge):
         library = image_transform_v2(PreprocessCfg(**settings), is_train=False)
         return Preprocess(height, tuple(settings["mean"]), tuple(settings["std"]), library)
 
+    def _source(self) -> str:
+        """Return the model's name, or local-dir: and the folder of a bundled one."""
+        from bridges import bundled
+
+        folder = bundled(self.model, "scorer")
+        return self.model if folder is None else f"local-dir:{folder}"
+
     def _open_clip_name(self) -> str:
         """Return the name for open_clip, after checks that it lacks; without reading weights."""
         import open_clip
 
-        from bridges import bundled
         from bridges.loading import local_folder
 
-        shipped = bundled(self.model, "scorer")
-        model = self.model if shipped is None else f"local-dir:{shipped}"
+        model = self._source()
         if model.startswith("hf-hub:"):
             return model
         if model.replace("/", "-") in open_clip.list_models():  # the papers write "ViT-B/32"

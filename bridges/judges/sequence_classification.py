@@ -43,8 +43,7 @@ class SequenceClassification(ModelJudge):
         from bridges.loading import load_complete, load_config, load_part, torch_device
 
         config = load_config(self.path)
-        target = torch_device(device)
-        column = self._column(config)
+        target, column = torch_device(device), self._column(config)
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer", padding_side="right", truncation_side="left")
         model = load_complete(AutoModelForSequenceClassification, self.path, dtype=self.dtype).to(target)
         if tokenizer.pad_token is None:

@@ -70,8 +70,7 @@ class TextToImage(PipelineJudge):
         It reads only safetensors and runs no code of the folder. Parts that check or mark pictures (safety checker,
         watermark) are omitted, since they would change the judged picture.
 
-        Raises:
-            UserError: There is no such pipeline or LoRA, or weights are missing, broken, gated or incompatible.
+        UserError if there is no such pipeline or LoRA, or weights are missing, broken, gated or incompatible.
         """
         from bridges.diffusion import Renderer, RenderError, denoiser, load_pipeline
         from bridges.loading import DTYPES, torch_device
@@ -84,9 +83,8 @@ class TextToImage(PipelineJudge):
         if "true_cfg_scale" in inspect.signature(kind.__call__).parameters:  # FLUX: its network reads guidance, or none
             guided = most == 1 or denoiser(pipeline).config.get("guidance_embeds")
             require(guided, "guidance, eval_guidance", f"1, as {self.path} draws without guidance", most)
-            require(
-                not self.negative_prompt, "negative_prompt", f"none, as {self.path} reads none", self.negative_prompt
-            )
+            negative = self.negative_prompt
+            require(not negative, "negative_prompt", f"none, as {self.path} reads none", negative)
         if self.lora:
             _merge_lora(pipeline, self.lora)
         renderer = Renderer(

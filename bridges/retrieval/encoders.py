@@ -23,6 +23,7 @@ from grpo_jax.errors import UserError
 Vectors = np.ndarray | sparse.csr_matrix
 
 BATCH = 64
+"""Texts encoded at once, by every backend: a text's last bits may depend on those beside it."""
 _FORMAT = 2  # format of the folder, part of its name
 WORD = r"(?u)\b\w+\b"
 """A word of a title; by default scikit-learn drops those of one character."""
@@ -64,11 +65,9 @@ def _require_no_code(folder: Path) -> None:
     """Refuse a folder that names its own classes: some library versions would run them."""
     if not (folder / "modules.json").exists():
         return  # a plain transformers folder
-    kinds = [str(module["type"]) for module in load_json(folder / "modules.json", list)]
-    if custom := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
-        raise UserError(
-            f"encoder {folder}: it comes with code of its own ({custom[0]}), which is not run; take another"
-        )
+    for kind in (str(module["type"]) for module in load_json(folder / "modules.json", list)):
+        if not kind.startswith("sentence_transformers."):
+            raise UserError(f"encoder {folder}: it comes with code of its own ({kind}), which is not run; take another")
 
 
 class SentenceEncoder:

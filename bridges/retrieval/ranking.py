@@ -13,11 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.encoders import Encoder, Index, Vectors, directions, load_encoder, open_index
+from bridges.retrieval.encoders import BATCH, Encoder, Index, Vectors, directions, load_encoder, open_index
 from grpo_jax.config.sections import RetrievalSection
 
-QUERIES = 64
-"""Encoded and compared at once, by every backend: a text's last bits may depend on those beside it."""
 _BLOCK = 65536  # items per block
 TEMPERATURE = 0.05
 """Of the softmax over the similarities."""
@@ -78,7 +76,7 @@ class History(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Up to QUERIES queries."""
+    """Up to BATCH queries."""
 
     texts: Sequence[str]  # B texts
     targets: np.ndarray  # i32 [B], rows; -1 if no rank is needed
@@ -92,11 +90,11 @@ def make_queries(
     exclude: Sequence[Sequence[int]],
     history: History | None = None,
 ) -> list[Queries]:
-    """Return a call in parts of QUERIES; `targets` is None if no rank is needed."""
+    """Return a call in parts of BATCH queries; `targets` is None if no rank is needed."""
     rows = np.full(len(texts), -1) if targets is None else np.asarray(targets, np.int64)
     parts = []
-    for start in range(0, len(texts), QUERIES):
-        part = slice(start, start + QUERIES)
+    for start in range(0, len(texts), BATCH):
+        part = slice(start, start + BATCH)
         others = [sorted({*out} - {int(row)}) for out, row in zip(exclude[part], rows[part], strict=True)]
         padded = np.full((len(others), max(map(len, others))), -1, np.int32)
         for line, out in zip(padded, others, strict=True):
@@ -116,7 +114,9 @@ class LocalBackend:
         """Take an encoder and its index; the block size does not change results."""
         self._encoder, self._vectors, self.fingerprint = encoder, index.vectors, index.fingerprint
         starts = range(0, index.vectors.shape[0], block)
-        self._blocks = [(start, _block(index.vectors, start, start + block)) for start in starts]
+        columns = [index.vectors[start : start + block].T for start in starts]
+        columns = [items.tocsr() if sparse.issparse(items) else items for items in columns]
+        self._blocks = list(zip(starts, columns, strict=True))
 
     def count(self, parts: Sequence[Queries]) -> list[Counts]:
         """See `bridges.retrieval.Backend`."""
@@ -155,21 +155,13 @@ class LocalBackend:
             return vectors
         rows, weight, decay = queries.history
         lengths = [len(one) for one in rows]
-        ages = np.concatenate([np.arange(length)[::-1] for length in lengths])
+        shares = np.power(decay, np.concatenate([np.arange(length)[::-1] for length in lengths])).astype(np.float32)
         places = (np.repeat(np.arange(len(rows)), lengths), np.array([row for one in rows for row in one], np.int64))
-        weights = sparse.csr_matrix(
-            (np.power(decay, ages).astype(np.float32), places), (len(rows), self._vectors.shape[0])
-        )
+        weights = sparse.csr_matrix((shares, places), (len(rows), self._vectors.shape[0]))
         taken = weights @ self._vectors
         if self._encoder.emphasis is not None:
             taken = sparse.csr_matrix(taken.multiply(self._encoder.emphasis))
         return directions(vectors + weight * directions(taken))
-
-
-def _block(vectors: Vectors, start: int, end: int) -> Vectors:
-    """Return items from `start` to `end` as columns."""
-    block = vectors[start:end]
-    return block.T.tocsr() if sparse.issparse(block) else block.T
 
 
 def _dense(scores: Vectors) -> np.ndarray:

@@ -65,10 +65,7 @@ class Decoder(nn.Module):
         return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size))
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        context: Context,
-        cached_inputs: Sequence[LayerInput] = (),
+        self, tokens: jax.Array, context: Context, cached_inputs: Sequence[LayerInput] = ()
     ) -> tuple[jax.Array, PyTree]:
         """Run tokens i32 [P, S]: the prompts' unless their keys are cached, then the completions'.
 
@@ -116,11 +113,7 @@ class Decoder(nn.Module):
 
 
 def init_variables(
-    config: ModelConfig,
-    key: jax.Array,
-    *,
-    param_dtype: str = "float32",
-    lora: LoraConfig | None = None,
+    config: ModelConfig, key: jax.Array, *, param_dtype: str = "float32", lora: LoraConfig | None = None
 ) -> dict[str, PyTree]:
     """Initialise variables: normal weights (``Architecture.initial_stddev``), unit norms, zero biases, f32 adapters."""
     decoder = Decoder(config, remat="none")

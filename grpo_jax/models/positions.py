@@ -69,11 +69,7 @@ def prompt_context(
 
 
 def group_context(
-    config: ModelConfig,
-    prompts: Prompts,
-    tokens: jax.Array,
-    mask: jax.Array,
-    observations: PictureStates | None = None,
+    config: ModelConfig, prompts: Prompts, tokens: jax.Array, mask: jax.Array, observations: PictureStates | None = None
 ) -> Context:
     """Make the context of prompts and their groups' tokens [P, G, T] with pictures `observations` [P, G, I, ..]."""
     count, group, steps = tokens.shape

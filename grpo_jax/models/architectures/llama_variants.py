@@ -170,12 +170,7 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm="head",
-        mixture=Mixture(
-            experts,
-            chosen,
-            fields["moe_intermediate_size"],
-            bool(fields.get("norm_topk_prob", False)),
-        ),
+        mixture=Mixture(experts, chosen, fields["moe_intermediate_size"], bool(fields.get("norm_topk_prob", False))),
     )
 
 
@@ -186,7 +181,7 @@ QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     naming=llama.NAMING._replace(
         modules=llama.NAMING.modules
         | {"router": "mlp.gate"}
-        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
     ),
 )
 

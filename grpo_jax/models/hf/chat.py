@@ -260,12 +260,7 @@ def conversation_encoder(
             return as_text(turns)
 
         return texts_encoder(
-            tokenizer,
-            rendered,
-            count,
-            add_special_tokens=not chat,
-            vocab_size=vocab_size,
-            further_marks=further,
+            tokenizer, rendered, count, add_special_tokens=not chat, vocab_size=vocab_size, further_marks=further
         )
 
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:

@@ -13,26 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
-from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.architectures import ModelConfig, read_model_config
 from grpo_jax.models.hf.chat import Tokenizer
-from grpo_jax.models.hf.weights import (
-    INDEX,
-    TensorFiles,
-    name_table,
-    new_folder,
-    read_json_file,
-    read_params,
-    refuse_foreign,
-    tower_table,
-    weight_files,
-    write_shard,
-)
+from grpo_jax.models.hf.weights import new_folder, read_json_file, read_params, weight_files, write_params
 from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failures_named
-from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
+from grpo_jax.models.variables import PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _TOKENIZERS = {
@@ -83,7 +70,7 @@ def load_weights(
     """
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     with as_user_error(f"cannot load the policy in {read.path}", UserError):
-        params = read_params(read.config, TensorFiles(weight_files(read.path)), dtype, tower=tower)
+        params = read_params(read.config, read.path, dtype, tower=tower)
     return (put or copied)(params)
 
 
@@ -99,30 +86,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         names = tuple(str(read_json_file(file).get(field)) for file, field in fields.items() if file.is_file())
         loader = getattr(transformers, _TOKENIZERS.get(names, "AutoTokenizer"))
         tokenizer = loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    template = _processor_template(folder)
-    if template is not None and "image" not in (getattr(tokenizer, "chat_template", None) or ""):
-        tokenizer.chat_template = template
+    path = folder / "chat_template.json"  # folders of 2024 store the template for pictures in a separate file
+    if path.is_file():
+        template = read_json_file(path).get("chat_template")
+        with as_user_error(str(path), ValueError):
+            expect(isinstance(template, str), "chat_template", "text", template)
+        if "image" not in (getattr(tokenizer, "chat_template", None) or ""):
+            tokenizer.chat_template = template
     return tokenizer
 
 
-def _processor_template(folder: Path) -> str | None:
-    """Return the chat template for pictures that folders of 2024 store in a separate file, or None."""
-    path = folder / "chat_template.json"
-    if not path.is_file():
-        return None
-    template = read_json_file(path).get("chat_template")
-    with as_user_error(str(path), ValueError):
-        expect(isinstance(template, str), "chat_template", "text", template)
-    return template
-
-
 def save_folder(
-    folder: str | Path,
-    source_folder: str | Path,
-    config: ModelConfig,
-    params: Variables,
-    *,
-    dtype: str | None = None,
+    folder: str | Path, source_folder: str | Path, config: ModelConfig, params: Variables, *, dtype: str | None = None
 ) -> None:
     """Write a folder that transformers loads: the source's with the policy's weights replaced.
 
@@ -134,17 +109,8 @@ def save_folder(
     folder, source = Path(folder), resolve_folder(source_folder)
     if folder.exists() and folder.resolve() == source.resolve():
         raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
-    refuse_foreign(folder, "config.json", "an exported policy")
-    leaves = flatten_dict(params)
-    failure = as_user_error(f"cannot write the policy to {folder}", OSError, SafetensorError)
-    with failure, new_folder(folder) as work:
-        shards = weight_files(source)
-        files = TensorFiles(shards)
-        table = name_table(config, files.names)
-        if VISUAL in params:
-            table |= tower_table(config, files.names)
-        for shard in shards:
-            write_shard(work / shard.name, shard, table, files, leaves, dtype and jnp.dtype(dtype))
+    with new_folder(folder, "config.json", "an exported policy", "the policy") as work:
+        write_params(work, source, config, params, dtype and jnp.dtype(dtype))
         _copy_rest(source, work, dtype)
 
 
@@ -242,7 +208,7 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
     """Copy configurations and tokenizer, without code and without weights in other formats."""
     for path in source.iterdir():
         wanted = path.suffix in _COPIED or path.name.upper().startswith("LICENSE")
-        if path.is_file() and wanted and not path.name.endswith(".bin.index.json"):
+        if path.is_file() and wanted and not path.name.endswith(".index.json"):
             shutil.copyfile(path, work / path.name)
     if dtype is not None:
         raw = read_json_file(work / "config.json")
@@ -253,12 +219,6 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
                 if name in fields:
                     fields[name] = dtype
         (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    if (work / INDEX).is_file():
-        index = read_json_file(work / INDEX)
-        files = TensorFiles(weight_files(work))
-        total = sum(files.read(name).nbytes for name in files.names)
-        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
-        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def require_hub(repo: str) -> None:
@@ -281,15 +241,14 @@ def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None
     """Write the model card, README.md, of a trained policy's folder; it names `base` if that is a hub id."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None and not os.path.exists(base)
+    is_id = _is_hub_id(base) and not os.path.exists(base)
     data = ModelCardData(
         library_name="peft" if adapters else "transformers",
         base_model=base if is_id else None,
         tags=["grpo_jax", "reinforcement-learning"],
     )
-    text = "LoRA adapters" if adapters else "A policy"
-    start = f" from {base}" if is_id else ""
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {text} trained with grpo_jax{start}\n").save(Path(folder) / "README.md")
+    title = f"{'LoRA adapters' if adapters else 'A policy'} trained with grpo_jax{f' from {base}' if is_id else ''}"
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {title}\n").save(Path(folder) / "README.md")
 
 
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
@@ -300,9 +259,8 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
     try:
         api = HfApi(library_name="grpo_jax")
         address = api.create_repo(repo, private=private or None, exist_ok=True)
-        api.upload_folder(
-            repo_id=address.repo_id, folder_path=str(folder), commit_message="A policy trained by grpo_jax"
-        )
+        message = "A policy trained by grpo_jax"
+        api.upload_folder(repo_id=address.repo_id, folder_path=str(folder), commit_message=message)
     except Exception as error:  # hub, HTTP and network libraries raise their own types
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
         reason = one_line(error) or type(error).__name__

@@ -205,9 +205,7 @@ def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence
         if not pictures:
             return []
         made = processor(
-            images=[sized(picture) for picture in pictures],
-            size=limits,
-            return_tensors="pt" if torch_based else "np",
+            images=[sized(picture) for picture in pictures], size=limits, return_tensors="pt" if torch_based else "np"
         )
         values = np.asarray(made["pixel_values"], np.float32)
         grids = [(int(rows), int(columns)) for _, rows, columns in np.asarray(made["image_grid_thw"])]

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from grpo_jax.config.fields import require
@@ -24,15 +23,7 @@ from grpo_jax.config.sections import LoraSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.hf.weights import (
-    TensorFiles,
-    first_problems,
-    new_folder,
-    read_json_file,
-    refuse_foreign,
-    shapes,
-    unfitting,
-)
+from grpo_jax.models.hf.weights import TensorFiles, misfits, new_folder, read_json_file, shapes
 from grpo_jax.models.hf_config import as_user_error
 from grpo_jax.models.lora import LoraConfig, check_targets
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
@@ -78,17 +69,13 @@ def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, con
         adapters: The ``lora`` collection (``lora.init_adapters``); written as float32.
         base: Name of the base model, a folder or a hub id; PEFT's auto classes load it.
     """
-    folder = Path(folder)
-    refuse_foreign(folder, CONFIG, "a folder of adapters")
     tensors = {}
     for part in _parts(config):
         for name, factor in product(_targets_of(lora, part), _FACTORS):
             stacked = np.asarray(jax.device_get(_layers(adapters, part)[name][factor]), np.float32)
             for layer, value in enumerate(stacked):
-                module = part.module(part.prefixes[0], layer, name)
-                tensors[_tensor(module, factor)] = np.ascontiguousarray(value.T)
-    failure = as_user_error(f"cannot write the adapters to {folder}", OSError, SafetensorError)
-    with failure, new_folder(folder) as work:
+                tensors[_tensor(part.module(layer, name), factor)] = np.ascontiguousarray(value.T)
+    with new_folder(Path(folder), CONFIG, "a folder of adapters", "the adapters") as work:
         described = json.dumps(_describe(lora, config, base), indent=2)
         (work / CONFIG).write_text(described + "\n", encoding="utf-8")
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
@@ -112,12 +99,12 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
     raw, files = read_json_file(folder / CONFIG), TensorFiles([folder / WEIGHTS])
     with as_user_error(str(folder / CONFIG), ValueError, TypeError, re.error):
         _refuse_unsupported(raw)
-        prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
-        targets = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
-        projections = tuple(_parts(config)[0].modules)
+        parts = [_found(part, config, files.names) for part in _parts(config)]
+        targets = [_targets(raw, part) for part in parts]
+        projections = tuple(parts[0].modules)
         hf_config.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
         lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *targets)
-        return lora, _read(files, lora, config, prefixes)
+        return lora, _read(files, lora, config, parts)
 
 
 def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.ConfigJson:
@@ -153,8 +140,8 @@ class _Part(NamedTuple):
     modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
     layers: int  # number of layers
 
-    def module(self, prefix: str, layer: int, name: str) -> str:
-        return f"{prefix}{self.modules[name].format(layer)}"
+    def module(self, layer: int, name: str) -> str:
+        return f"{self.prefixes[0]}{self.modules[name].format(layer)}"
 
     def pattern(self, names: Iterable[str]) -> str:
         escaped = (re.escape(self.modules[name]).replace(re.escape("{}"), r"\d+") for name in names)
@@ -185,14 +172,14 @@ def _tensor(module: str, factor: str) -> str:
     return f"{_ROOT}{module}.{_FACTORS[factor]}.weight"
 
 
-def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str:
-    """Return the prefix of an adapter's tensors: that of the whole model, or of a part that was adapted alone."""
+def _found(part: _Part, config: ModelConfig, names: Iterable[str]) -> _Part:
+    """Select the prefix of an adapter's tensors: that of the whole model, or of a part that was adapted alone."""
     names, start = list(names), next(iter(part.modules.values())).partition("{}")[0]
     for prefix in part.prefixes:
         if any(name.startswith(f"{_ROOT}{prefix}{start}") for name in names):
-            return prefix
+            return part._replace(prefixes=(prefix,))
     if part.path:
-        return part.prefixes[0]
+        return part
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
 
 
@@ -207,52 +194,43 @@ def _refuse_unsupported(raw: hf_config.ConfigJson) -> None:
     hf_config.refuse_changed(raw, {name: neutral for name in raw if name not in _READ + _SILENT}, "LORA")
 
 
-def _targets(raw: hf_config.ConfigJson, part: _Part, prefix: str) -> tuple[str, ...]:
+def _targets(raw: hf_config.ConfigJson, part: _Part) -> tuple[str, ...]:
     """Return the projections that target_modules (suffixes, pattern, or "all-linear") matches, by PEFT's own rules."""
 
-    def reached(wanted: str | Sequence[str] | None, module: str) -> bool:
-        if isinstance(wanted, str):
-            return wanted.lower() == "all-linear" or re.fullmatch(wanted, module) is not None
-        return any(module == ending or module.endswith(f".{ending}") for ending in wanted or ())
+    def reached(endings: str | Sequence[str] | None, module: str) -> bool:
+        if isinstance(endings, str):
+            return endings.lower() == "all-linear" or re.fullmatch(endings, module) is not None
+        return any(module == ending or module.endswith(f".{ending}") for ending in endings or ())
 
-    targets = []
+    targets, wanted = [], raw.get("target_modules")
     for name in part.modules:
-        modules = [part.module(prefix, layer, name) for layer in range(part.layers)]
-        adapted = [
-            reached(raw.get("target_modules"), module) and not reached(raw.get("exclude_modules"), module)
-            for module in modules
-        ]
+        modules = [part.module(layer, name) for layer in range(part.layers)]
+        adapted = [reached(wanted, module) and not reached(raw.get("exclude_modules"), module) for module in modules]
         whole = all(adapted) or not any(adapted)
-        hf_config.expect(whole, "target_modules", f"{name} in all layers or in none", raw.get("target_modules"))
+        hf_config.expect(whole, "target_modules", f"{name} in all layers or in none", wanted)
         targets += [name] * all(adapted)
     return tuple(targets)
 
 
-def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, PyTree]:
+def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, parts: Sequence[_Part]) -> dict[str, PyTree]:
     """Read the ``lora`` collection; first report all tensors that do not fit."""
-    parts, kernels = _parts(config), shapes(config)
-    if config_vision := config.vision:
-        kernels = {**kernels, VISUAL: tower_shapes(config_vision)}
+    kernels = shapes(config) | ({VISUAL: tower_shapes(config.vision)} if config.vision else {})
     expected = {}
-    for part, prefix in zip(parts, prefixes, strict=True):
+    for part in parts:
         for name, layer in product(_targets_of(lora, part), range(part.layers)):
             width_in, width_out = _layers(kernels, part)[name]["kernel"].shape[1:]
-            module = part.module(prefix, layer, name)
+            module = part.module(layer, name)
             expected |= {_tensor(module, "a"): (lora.rank, width_in), _tensor(module, "b"): (width_out, lora.rank)}
-    problems = unfitting(expected, files)
-    problems += [f"{name} is unexpected" for name in files.names if name not in expected]
-    if problems:
-        raise ValueError(f"the weights beside it do not fit: {first_problems(problems)}")
+    if problems := misfits(expected, files, [name for name in files.names if name not in expected]):
+        raise ValueError(f"the weights beside it do not fit: {problems}")
 
-    def stacked(part: _Part, prefix: str, name: str, factor: str) -> jax.Array:
-        modules = (part.module(prefix, layer, name) for layer in range(part.layers))
-        return jnp.array(np.stack([files.read_finite(_tensor(module, factor), np.float32).T for module in modules]))
+    def stacked(part: _Part, name: str, factor: str) -> jax.Array:
+        tensors = (_tensor(part.module(layer, name), factor) for layer in range(part.layers))
+        return jnp.array(np.stack([files.read_finite(tensor, np.float32).T for tensor in tensors]))
 
     adapters = {}
-    for part, prefix in zip(parts, prefixes, strict=True):
-        layers = {
-            name: {factor: stacked(part, prefix, name, factor) for factor in _FACTORS}
-            for name in _targets_of(lora, part)
-        }
+    for part in parts:
+        targets = _targets_of(lora, part)
+        layers = {name: {factor: stacked(part, name, factor) for factor in _FACTORS} for name in targets}
         adapters |= {"layers": layers} if not part.path else {VISUAL: {"layers": layers}} if layers else {}
     return adapters

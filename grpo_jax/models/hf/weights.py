@@ -1,6 +1,7 @@
 """Tensors of a Hugging Face folder: a table of their names, reading into stacked parameters, and writing."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -22,11 +23,8 @@ from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf_config import as_user_error
 from grpo_jax.models.lora import entry
-from grpo_jax.models.variables import VISUAL, PyTree
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
-
-Leaves = Mapping[tuple[str, ...], PyTree]
-"""Arrays, or shapes, by their path in nested dictionaries."""
 
 
 class TensorPlace(NamedTuple):
@@ -195,20 +193,17 @@ class TensorFiles:
         return {"format": "pt", **(self._open[path].metadata() or {})}
 
 
-def read_params(
-    config: ModelConfig, files: TensorFiles, dtype: np.dtype | None, *, tower: bool = False
-) -> dict[str, PyTree]:
+def read_params(config: ModelConfig, folder: Path, dtype: np.dtype | None, *, tower: bool = False) -> dict[str, PyTree]:
     """Read the decoder's parameters as host arrays with stacked layers, or the vision `tower`'s, under ``visual``.
 
     ``dtype`` None keeps the folder's.
     """
-    naming = architecture_of(config).naming
+    naming, files = architecture_of(config).naming, TensorFiles(weight_files(folder))
     table = tower_table(config, files.names) if tower else name_table(config, files.names)
     foreign = [name for name in files.names if name not in table and name.startswith(naming.beside) == tower]
-    problems = unfitting({name: place.shape for name, place in table.items()}, files)
-    problems += [f"{name} is unexpected" for name in foreign if tower or not re.search(naming.constants, name)]
-    if problems:
-        raise UserError(f"weights do not fit config.json: {first_problems(problems)}")
+    foreign = [name for name in foreign if tower or not re.search(naming.constants, name)]
+    if problems := misfits({name: place.shape for name, place in table.items()}, files, foreign):
+        raise UserError(f"weights do not fit config.json: {problems}")
     stacked: dict[tuple[str, ...], tuple[int, ...]] = {}
     for place in table.values():
         stacked[place.path] = max(stacked.get(place.path, ()), place.index)  # last index of each axis
@@ -226,71 +221,65 @@ def read_params(
     return unflatten_dict(leaves)
 
 
-def unfitting(expected: Mapping[str, tuple[int, ...]], files: TensorFiles) -> list[str]:
-    """Describe the differences of the files' tensors from the expected names and shapes."""
+def misfits(expected: Mapping[str, tuple[int, ...]], files: TensorFiles, foreign: Iterable[str]) -> str:
+    """Describe the first differences of the files' tensors from the expected names and shapes; "" if there are none."""
     problems = [f"{name} is missing" for name in expected if name not in files.names]
     for name in files.names:
-        if name not in expected:
-            continue
-        if files.shape(name) != expected[name]:
+        if name in expected and files.shape(name) != expected[name]:
             problems.append(f"{name} has shape {files.shape(name)}, expected {expected[name]}")
-        if files.dtype(name) not in ("F32", "BF16", "F16"):
+        if name in expected and files.dtype(name) not in ("F32", "BF16", "F16"):
             problems.append(f"{name} has dtype {files.dtype(name)}, expected F32, BF16 or F16")
-    return problems
-
-
-def first_problems(problems: list[str]) -> str:
-    """Join the first problems in one line, with the number of further ones."""
+    problems += [f"{name} is unexpected" for name in foreign]
     more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
     return f"{'; '.join(problem[:100] for problem in problems[:2])}{more}"
 
 
-def write_shard(
-    path: Path,
-    source: Path,
-    table: Mapping[str, TensorPlace],
-    files: TensorFiles,
-    leaves: Leaves,
-    dtype: np.dtype | None,
-) -> None:
-    """Write one file like ``source`` with the tensors of the table taken from ``leaves``."""
-    tensors = {}
-    for name, where in files.names.items():
-        if where != source:
-            continue
-        value = files.read(name)
-        if name in table:
-            value = _exported(name, leaves, table[name], dtype or value.dtype)
-        tensors[name] = np.ascontiguousarray(value).reshape(value.shape)
-    save_file(tensors, path, metadata=files.metadata(source))
+def write_params(work: Path, source: Path, config: ModelConfig, params: Variables, dtype: np.dtype | None) -> None:
+    """Write weight files like those of `source`, with the tensors of `params` in their place, and their index."""
+    shards, leaves = weight_files(source), flatten_dict(params)
+    files, total = TensorFiles(shards), 0
+    table = name_table(config, files.names) | (tower_table(config, files.names) if VISUAL in params else {})
+    for shard in shards:
+        tensors = {}
+        for name in (name for name, where in files.names.items() if where == shard):
+            value = files.read(name)
+            if name in table:
+                value = _exported(name, leaves, table[name], dtype or value.dtype)
+            tensors[name] = np.ascontiguousarray(value).reshape(value.shape)
+            total += value.nbytes
+        save_file(tensors, work / shard.name, metadata=files.metadata(shard))
+    if (source / INDEX).is_file():
+        index = read_json_file(source / INDEX)
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _exported(name: str, leaves: Leaves, place: TensorPlace, dtype: np.dtype) -> np.ndarray:
+def _exported(name: str, leaves: Mapping[tuple[str, ...], PyTree], place: TensorPlace, dtype: np.dtype) -> np.ndarray:
     value = place.tensor(np.asarray(entry(leaves[place.path], place.index)))
     if dtype == np.float16 and np.abs(value.astype(np.float32)).max(initial=0.0) > np.finfo(np.float16).max:
         raise UserError(f"{name} no longer fits float16; export with dtype float32 or bfloat16")
     return value.astype(dtype)
 
 
-def refuse_foreign(folder: Path, marker: str, kind: str) -> None:
-    """Raise UserError for a file, or for a non-empty folder without the `marker` file of this `kind`."""
+@contextmanager
+def new_folder(folder: Path, marker: str, kind: str, content: str) -> Iterator[Path]:
+    """Make an empty folder that gets its name at the end of the block; an earlier one stays until then.
+
+    UserError if its `content` cannot be written, for a file, or for a non-empty folder without the `marker` file of
+    this `kind`.
+    """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / marker).exists()):
         raise UserError(f"{folder} exists and is not {kind}: choose another place or remove it")
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty folder that gets its name at the end of the block; an earlier one stays until then."""
-    work = folder.parent / f".{folder.name}.writing-{os.getpid()}"
-    old = folder.parent / f".{folder.name}.old-{os.getpid()}"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        yield work
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(work, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    work, old = (folder.parent / f".{folder.name}.{state}-{os.getpid()}" for state in ("writing", "old"))
+    with as_user_error(f"cannot write {content} to {folder}", OSError, SafetensorError):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            yield work
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(work, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)

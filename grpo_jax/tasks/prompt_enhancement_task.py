@@ -51,7 +51,8 @@ def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any
 def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
     """Return fixed records with `prompt`, `questions` (a list of strings) and `kind`, alternating between kinds.
 
-    They come from `scripts/compositional.py`, divided into "train", "validation" and "test".
+    Three of four have GenEval's `tag`, `include` and `exclude` too. They come from `scripts/compositional.py`, divided
+    into "train", "validation" and "test".
     """
     lines = gzip.decompress(resources.files("grpo_jax.tasks").joinpath("compositional_prompts.jsonl.gz").read_bytes())
     records = [record for line in lines.splitlines() if (record := json.loads(line)).pop("split") == split]

@@ -12,7 +12,7 @@ from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.tasks.prompt_enhancement_task import compositional_records
 from grpo_jax.tasks.task import TaskSetup
 from scripts import compositional
-from scripts.compositional import COLOURS, KINDS, OBJECTS, split_of, wishes
+from scripts.compositional import COLOURS, KINDS, NUMBERS, OBJECTS, TAGS, UNDETECTED, split_of, wishes
 
 SPLITS = ("train", "validation", "test")
 ALL = {split: compositional_records(split, 10**6) for split in SPLITS}
@@ -50,6 +50,29 @@ def test_questions_name_what_is_asked_for(split):
         assert named and all(name in asked or OBJECTS[name] in asked for name in named), row
         assert all(word in asked for word in words if word in (*COLOURS, "two", "three", "four", "above")), row
         assert all(question.endswith("?") for question in row["questions"]), row
+
+
+def described(row):
+    """The prompt of GenEval's metadata."""
+    include, names = row["include"], [f"{item.get('color', '')} {item['class']}".strip() for item in row["include"]]
+    names = [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in names]
+    if row["kind"] == "count":
+        return f"{NUMBERS[include[0]['count']]} {OBJECTS[include[0]['class']]}"
+    if row["kind"] == "place":
+        where, other = include[1]["position"]
+        return f"{names[1]} {'to the ' * where.endswith('of')}{where} {names[other]}"
+    return " and ".join(names)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_metadata_are_those_of_geneval(split):
+    detected = [row for row in ALL[split] if "include" in row]
+    assert len(detected) > 0.7 * len(ALL[split]) and {row["tag"] for row in detected} <= {*TAGS.values()}
+    assert [described(row) for row in detected] == [row["prompt"] for row in detected]
+    undetected = {word for name in UNDETECTED for word in (name, OBJECTS[name])}
+    for row in ALL[split]:
+        assert ("include" in row) == undetected.isdisjoint(row["prompt"].split()), row
+        assert bool(row.get("exclude")) == (row["kind"] == "count" and "include" in row)
 
 
 def test_the_real_configs_have_built_in_and_compositional_prompts_in_turn():

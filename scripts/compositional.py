@@ -74,9 +74,9 @@ def records(split: str, count: int) -> list[dict[str, Any]]:
 
 
 def metadata(wish: Wish) -> dict[str, Any]:
-    """Return GenEval's `tag`, `include` and `exclude`; empty with an object that is `UNDETECTED`."""
+    """Return GenEval's `tag`, `include` and `exclude`; the last two are None with an object that is `UNDETECTED`."""
     if any(item["class"] in UNDETECTED for item in wish.include):
-        return {}
+        return {"tag": TAGS[wish.kind], "include": None, "exclude": None}
     exclude = [item | {"count": item["count"] + 1} for item in wish.include if wish.kind == "count"]
     return {"tag": TAGS[wish.kind], "include": list(wish.include), "exclude": exclude}
 

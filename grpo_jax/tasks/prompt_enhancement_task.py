@@ -44,15 +44,17 @@ class PromptEnhancement(PictureTask):
 def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:
     """Alternate built-in and compositional prompts, so that any number of them has half from each list."""
     rows = getattr(load_prompts("builtin", held_out=held_out), split)
-    plain = [{"prompt": row.prompt, **row.columns} for row in rows]
-    return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]
+    made = compositional_records(split, len(rows))
+    # All rows have all columns: a reward is called with those of a chunk.
+    plain = [dict.fromkeys(made[0]) | {"prompt": row.prompt, **row.columns} for row in rows]
+    return [record for pair in zip(plain, made, strict=True) for record in pair]
 
 
 def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
     """Return fixed records with `prompt`, `questions` (a list of strings) and `kind`, alternating between kinds.
 
-    Three of four have GenEval's `tag`, `include` and `exclude` too. They come from `scripts/compositional.py`, divided
-    into "train", "validation" and "test".
+    They have GenEval's `tag`, `include` and `exclude` too, of which three in four are not None. They come from
+    `scripts/compositional.py`, divided into "train", "validation" and "test".
     """
     lines = gzip.decompress(resources.files("grpo_jax.tasks").joinpath("compositional_prompts.jsonl.gz").read_bytes())
     records = [record for line in lines.splitlines() if (record := json.loads(line)).pop("split") == split]

@@ -66,13 +66,13 @@ def described(row):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_metadata_are_those_of_geneval(split):
-    detected = [row for row in ALL[split] if "include" in row]
+    detected = [row for row in ALL[split] if row["include"]]
     assert len(detected) > 0.7 * len(ALL[split]) and {row["tag"] for row in detected} <= {*TAGS.values()}
     assert [described(row) for row in detected] == [row["prompt"] for row in detected]
     undetected = {word for name in UNDETECTED for word in (name, OBJECTS[name])}
     for row in ALL[split]:
-        assert ("include" in row) == undetected.isdisjoint(row["prompt"].split()), row
-        assert bool(row.get("exclude")) == (row["kind"] == "count" and "include" in row)
+        assert bool(row["include"]) == undetected.isdisjoint(row["prompt"].split()), row
+        assert bool(row["exclude"]) == bool(row["kind"] == "count" and row["include"])
 
 
 def test_the_real_configs_have_built_in_and_compositional_prompts_in_turn():
@@ -84,6 +84,8 @@ def test_the_real_configs_have_built_in_and_compositional_prompts_in_turn():
         assert [row.prompt for row in part[::2]] == [row.prompt for row in builtin]
         assert [row.prompt for row in part[1::2]] == [row["prompt"] for row in ALL[split][: len(builtin)]]
     rows = [row for part in prompts for row in part]
+    names = ALL["train"][0].keys() - {"prompt"}
+    assert all(names <= row.columns.keys() for row in rows)  # so a chunk of any rows has each reward's arguments
     assert len({row.prompt for row in rows}) == len({row.id for row in rows}) == len(rows) == 240
 
 

@@ -100,29 +100,28 @@ def shifted(x: jax.Array, mask: jax.Array, *, axis: Axis = None) -> tuple[jax.Ar
     return lowest, select(mask, x - lowest)
 
 
-def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1) -> jax.Array:
-    """Return the standard deviation of `x` where `mask` is True.
+def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False) -> jax.Array:
+    """Return the sample standard deviation (ddof 1) of `x` where `mask` is True.
 
-    It is exactly 0, with gradient 0, if all values are equal or there are at most `ddof` of them. A plain formula
-    gives rounding noise there, and division by noise would invent signal.
+    It is exactly 0, with gradient 0, if all values are equal or there are fewer than two. A plain formula gives
+    rounding noise there, and division by noise would invent signal.
 
     Args:
         x: floating array.
         mask: bool, broadcastable against `x`.
         axis: axes to reduce; all of them by default.
         keepdims: keeps the reduced axes with length 1.
-        ddof: subtracted from the number of values in the variance's denominator.
     """
     mask = jnp.broadcast_to(mask, x.shape)
     lowest = jnp.min(x, axis=axis, keepdims=True, where=mask, initial=jnp.inf)
     highest = jnp.max(x, axis=axis, keepdims=True, where=mask, initial=-jnp.inf)
     number = count(mask, axis=axis, keepdims=True, dtype=x.dtype)
-    varies = (lowest != highest) & (number > ddof)  # true for NaN too: it must not silently become 0
+    varies = (lowest != highest) & (number > 1)  # true for NaN too: it must not silently become 0
     scale = binary_scale(x, mask, axis=axis)
     _, differences = shifted(x / scale, mask & varies, axis=axis)
     deviation = select(mask, differences - masked_mean(differences, mask, axis=axis, keepdims=True))
     variance = jnp.sum(jnp.square(deviation), axis=axis, keepdims=True)
-    variance = safe_divide(variance, jnp.maximum(number - ddof, 0))
+    variance = safe_divide(variance, jnp.maximum(number - 1, 0))
     std = jnp.where(varies, scale * jnp.sqrt(jnp.where(varies, variance, 1)), 0)
     return std if keepdims else jnp.squeeze(std, axis)
 

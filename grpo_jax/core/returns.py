@@ -47,20 +47,16 @@ def _backwards(add: jax.Array, carry: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def kl_penalised_rewards(
-    scores: ArrayLike,
-    logprobs: ArrayLike,
-    ref_logprobs: ArrayLike,
-    mask: ArrayLike,
-    *,
-    kl_coef: ArrayLike,
-    estimator: str = "k1",
+    scores: ArrayLike, logprobs: ArrayLike, ref_logprobs: ArrayLike, mask: ArrayLike, *, kl_coef: ArrayLike
 ) -> jax.Array:
     """Compute PPO's per-token reward: a KL penalty at each token, plus the score at the last one.
 
         r[t] = -kl_coef · KL[t] + (score if t is the row's last token else 0)
 
     From InstructGPT (https://arxiv.org/abs/2203.02155) and Ziegler et al. (https://arxiv.org/abs/1909.08593).
-    The result is a constant to gradients. A row without tokens is all 0: its score has no token.
+    The estimator is k1: the penalties of a row add up to its log ratio. The expected return is then the score minus
+    kl_coef times the true KL divergence. The result is a constant to gradients. A row without tokens is all 0: its
+    score has no token.
 
     Args:
         scores: `[..]`, floating: one score for each row.
@@ -68,14 +64,12 @@ def kl_penalised_rewards(
         ref_logprobs: `[.., T]`, of the reference policy.
         mask: bool `[.., T]`.
         kl_coef: the penalty's weight, a scalar; it may be traced.
-        estimator: KL estimator, as in `kl_divergence`. With k1, the penalties of a row add up to its log ratio. The
-            expected return is then the score minus kl_coef times the true KL divergence.
 
     Returns:
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: shapes that do not match, an unknown estimator.
+        ValueError: shapes that do not match.
     """
     logprobs = as_float("logprobs", logprobs)
     mask = as_mask("mask", mask, logprobs.shape)
@@ -83,7 +77,7 @@ def kl_penalised_rewards(
     scores = as_float("scores", scores, shape=logprobs.shape[:-1]).astype(logprobs.dtype)
     kl_coef = jnp.asarray(kl_coef, logprobs.dtype)
     check_shape("kl_coef", kl_coef, ())
-    penalty = kl_divergence(select(mask, logprobs), select(mask, ref_logprobs), estimator=estimator)
+    penalty = kl_divergence(select(mask, logprobs), select(mask, ref_logprobs), estimator="k1")
     places = jnp.arange(mask.shape[-1])
     last = mask & (places == jnp.max(jnp.where(mask, places, -1), axis=-1, keepdims=True))
     return jax.lax.stop_gradient(select(mask, -kl_coef * penalty) + select(last, scores[..., None]))

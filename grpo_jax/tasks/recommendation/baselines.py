@@ -175,26 +175,20 @@ def count_baselines(users: Sequence[UserSequence], items: int, rows: Sequence[Ro
     }
 
 
-def title_baselines(
-    ask: Ask, rows: Sequence[Row], *, mixed: Ask | None = None, block: int = 1024
-) -> dict[str, np.ndarray]:
+def title_baselines(ask: Ask, rows: Sequence[Row], *, mixed: Ask | None = None) -> dict[str, np.ndarray]:
     """Return the ranks f64 [U] for titles as queries: the last title, and the target's own, the retriever's ceiling.
 
     `mixed` ranks queries like the policy's. With it, the target's own title is ranked so, and the empty text and the
-    last title become further baselines. One call has `block` examples.
+    last title become further baselines.
     """
-    parts: list[dict[str, np.ndarray]] = []
-    for start in range(0, len(rows), block):
-        columns = [row.columns for row in rows[start : start + block]]
-        names = ("history", "target_row", "last_title", "target_title")
-        histories, targets, last, own_items = ([column[name] for column in columns] for name in names)
-        answers = {"last title": ask(last, targets, histories)}
-        if mixed is not None:
-            answers["prior alone"] = mixed([""] * len(columns), targets, histories)
-            answers["last title + prior"] = mixed(last, targets, histories)
-        answers["oracle: own title"] = (mixed or ask)(own_items, targets, histories)
-        parts.append({name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()})
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    names = ("history", "target_row", "last_title", "target_title")
+    histories, targets, last, own_items = ([row.columns[name] for row in rows] for name in names)
+    answers = {"last title": ask(last, targets, histories)}
+    if mixed is not None:
+        answers["prior alone"] = mixed([""] * len(rows), targets, histories)
+        answers["last title + prior"] = mixed(last, targets, histories)
+    answers["oracle: own title"] = (mixed or ask)(own_items, targets, histories)
+    return {name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()}
 
 
 Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]

@@ -104,7 +104,7 @@ def test_markov_counts_steps_and_falls_back_on_popularity():
 
 def test_title_baselines_ask_with_the_last_title_and_the_own_title():
     retriever = WordRetriever()
-    ranks = baselines.title_baselines(retriever.score_ranks, ROWS, block=16)
+    ranks = baselines.title_baselines(retriever.score_ranks, ROWS)
     vectors = [retriever._vector(title) for title in CATALOGUE.titles]
     assert list(ranks) == ["last title", "oracle: own title"]
     assert ranks["last title"].tolist() == slow_ranks(lambda history, item: vectors[history[-1]] @ vectors[item])

@@ -43,18 +43,15 @@ class Carried(NamedTuple):
 
 
 class EpisodeSampler(NamedTuple):
-    """The functions that sample completions turn by turn.
+    """The functions that sample completions turn by turn."""
 
-    Attributes:
-        begin: The first turn, (variables, prompt_tokens [P, L], prompt_mask, keys [P], pictures=None) -> (Samples,
-            Carried); arguments as for `sampler.make_sampler`.
-        go_on: The next turn, (variables, carried, tokens i32 [P, G, A], mask bool [P, G, A], keys [P],
-            active bool [P, G], pictures=None) -> (Samples, Carried). `tokens` are the right-padded observations, and
-            `pictures` are their `PictureStates` [P, G, I, ..], if any. Inactive completions get no tokens, and never
-            become active again. Each turn needs new keys.
-    """
-
+    # the first turn, (variables, prompt_tokens [P, L], prompt_mask, keys [P], pictures=None) -> (Samples, Carried);
+    # arguments as for `sampler.make_sampler`
     begin: Callable[..., tuple[Samples, Carried]]
+    # the next turn, (variables, carried, tokens i32 [P, G, A], mask bool [P, G, A], keys [P], active bool [P, G],
+    # pictures=None) -> (Samples, Carried). `tokens` are the right-padded observations, and `pictures` are their
+    # `PictureStates` [P, G, I, ..], if any. Inactive completions get no tokens, and never become active again. Each
+    # turn needs new keys
     go_on: Callable[..., tuple[Samples, Carried]]
 
 

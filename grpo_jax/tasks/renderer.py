@@ -25,9 +25,9 @@ def noise_seeds(
 ) -> list[int]:
     """Return the seed of each picture's noise, P·G·K of them, in [0, 2**63).
 
-    The pictures of a prompt share one noise, so that only words differ; the k-th of several pictures of a text has that
-    of seed + k. If the renderer learns, a copy of a text in the group has new noise: its n-th picture has that of
-    seed + n. Evaluation always draws one picture, of one noise.
+    The pictures of a prompt share one noise, so that only words differ; the k-th of several pictures of a text has
+    that of seed + k. If the renderer learns, a copy of a text in the group has new noise: the n-th picture of a text
+    has that of seed + n. Evaluation always draws one picture, of one noise.
 
     Args:
         texts: `[P][G]`.

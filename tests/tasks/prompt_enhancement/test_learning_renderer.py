@@ -141,17 +141,17 @@ def test_a_texts_reward_is_the_mean_over_its_pictures():
     assert [turn.logged["log/picture"] for turn in turns] == [0, 2, 4, 6]  # of the first picture
 
 
-def test_noise_is_shared_by_words_and_differs_where_the_renderer_learns():
-    rows = [Row(3, "a"), Row(7, "b")]
-    starts = [noise_seed(0, 5, row.id) for row in rows]
-    alone = {"evaluation": False, "group": 3, "iteration": 5, "rows": rows}
-    assert noise_seeds(config_of({}), **alone) == [start for start in starts for _ in range(3)]
-    several = [start + k for start in starts for _ in range(3) for k in range(2)]
-    assert noise_seeds(config_of({"pictures": 2}), **alone) == several
-    assert noise_seeds(config_of(LEARNS | {"pictures": 2}), **alone) == several
-    assert noise_seeds(config_of(LEARNS), **alone) == [start + g for start in starts for g in range(3)]
-    held_out = [noise_seed(0, 0, row.id, evaluation=True) for row in rows for _ in range(3)]
-    assert noise_seeds(config_of(LEARNS | {"pictures": 2}), **alone | {"evaluation": True}) == held_out
+def test_noise_is_shared_by_words_and_new_for_copies_where_the_renderer_learns():
+    rows, starts = [Row(3, "a"), Row(7, "b")], [noise_seed(0, 5, 3), noise_seed(0, 5, 7)]
+    drawn = {"rows": rows, "texts": [["x", "y", "x"], ["z", "z", "z"]], "iteration": 5, "evaluation": False}
+    places = {"one": ([0, 0, 0], [0, 0, 0]), "two": ([0, 1] * 3, [0, 1] * 3)}
+    places |= {"learns": ([0, 0, 1], [0, 1, 2]), "learns from two": ([0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5])}
+    renderers = {"one": {}, "two": {"pictures": 2}, "learns": LEARNS, "learns from two": LEARNS | {"pictures": 2}}
+    for name, renderer in renderers.items():
+        expected = [start + place for start, row in zip(starts, places[name], strict=True) for place in row]
+        assert noise_seeds(config_of(renderer), **drawn) == expected, name
+        held_out = [noise_seed(0, 0, row.id, evaluation=True) for row in rows for _ in range(3)]
+        assert noise_seeds(config_of(renderer), **drawn | {"evaluation": True}) == held_out
 
 
 REFUSED = {
@@ -167,7 +167,8 @@ REFUSED = {
 def test_what_cannot_be_trained_is_refused_by_name(renderer, values, field, tmp_path, capsys):
     judges = {} if renderer is None else {"judges": {"renderer": LEARNS | renderer}}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"task": "prompt_enhancement", **judges, **values}))
+    parts = {"policy": {"path": "miniature_scenes"}, "data": {"prompts": "miniature_scenes"}}
+    path.write_text(json.dumps({"task": "prompt_enhancement", **parts, **judges, **values}))
     assert train.main([f"--config={path}", f"--run_dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"error: {field}: expected") and "\n" not in error

@@ -33,6 +33,8 @@ COMMON = Display(
         Chart("Truncated and invalid completions", (Curve("truncated", "truncated"), Curve("invalid", "invalid"))),
         Chart("Repetition", (Curve("duplicates", "duplicates in group"), Curve("unchanged", "unchanged prompts"))),
         Chart("Gradient norm", (Curve("grad_norm", "norm"),)),
+        Chart("Loss of the renderer", (Curve("renderer/policy_loss", "loss"),)),
+        Chart("Gradient norm of the renderer", (Curve("renderer/grad_norm", "norm"),)),
         Chart("Clipped tokens", (Curve("clip_low", "below"), Curve("clip_high", "above"))),
     ),
     hidden=("completion tokens", "valid"),

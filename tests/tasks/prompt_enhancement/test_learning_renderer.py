@@ -6,12 +6,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 from diffusers import StableDiffusion3Pipeline
 from faults.runs import differences, outcome_of
 from PIL import Image
+from safetensors.torch import load_file
 
 from bridges import bundled
 from grpo_jax import evaluate, export, predict, train
@@ -55,6 +57,20 @@ def test_metrics_and_report_have_the_renderers_part(run):
     pictures = [np.asarray(Image.open(run / "images" / f"000_{name}.png")) for name in ("between", "after")]
     assert not np.array_equal(*pictures)
     assert "untrained renderer" in (run / "report.html").read_text()
+
+
+def test_with_learns_renderer_the_policy_stays_as_it_was(run, tmp_path):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["training"] |= {"learns": "renderer", "max_steps": 1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert train.main([f"--config={tmp_path / 'config.yaml'}", f"--run_dir={tmp_path / 'run'}"]) == 0
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["renderer/grad_norm"] > 0 and "grad_norm" not in row
+    start, end = (
+        load_file(folder / "model.safetensors")
+        for folder in (bundled("miniature_scenes", "policy"), tmp_path / "run" / "policy")
+    )
+    assert all(torch.equal(end[name].float(), start[name].float()) for name in start)
 
 
 def test_a_killed_run_continues_bit_for_bit(run, tmp_path):

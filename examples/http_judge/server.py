@@ -1,8 +1,8 @@
-"""A judge behind HTTP, for the judge kind `http`, with Python's own server.
+"""A judge behind HTTP, for `examples/judges/http.py`, with Python's own server.
 
     python examples/http_judge/server.py 8000
-    python -m grpo_jax.train --task text … --judges.brevity http --judges.brevity.url http://127.0.0.1:8000/score \
-        --rewards '[{"name": "brevity"}]'
+    python -m grpo_jax.train --task text … --judges.brevity examples/judges/http.py:Http \
+        --judges.brevity.url http://127.0.0.1:8000/score --rewards '[{"name": "brevity"}]'
 
 A request has prompts, completions and the columns that the config names. The answer has a score for each completion,
 null for none. Put your own model into `score`.

@@ -84,8 +84,6 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --judges.policy=open_clip | judges: expected another name: policy is the policy's
 --judges.a=open_clip --judges.a.pool.replicas=-1 | judges.a.pool.replicas: expected a number >= 1, got '-1'
 --judges.a=open_clip --judges.a.pool.address=auto | judges.a.pool.address: expected HOST:PORT of a Ray cluster, or null
---judges.a=http --judges.a.url=file:///etc/passwd | judges.a.url: expected http://HOST/… or https://HOST/…, got 'file
---judges.a=http --judges.a.url=https://me:word@host/ | url: expected no password in it, but headers_from, got 'https://…'
 --judges.a=vqa --judges.a.path=x '--judges.a.question=Is it?' | judges.a.question: expected a text with {{prompt}} in it
 # fields that do not go together
 --policy.lora.path=a --policy.lora.rank=2 | policy.lora.path: expected no rank, alpha or targets beside

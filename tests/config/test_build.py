@@ -64,7 +64,7 @@ def same_again(config, folder):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_is_read_and_written(name, tmp_path):
     config = load_config(find_config(name))
-    assert name.startswith(config.model_dump()["task"]["kind"])
+    assert name.startswith((config.model_dump()["task"]["kind"], "prompt_joint"))
     same_again(config, tmp_path)
     header = find_config(name).read_text().splitlines()[:12]
     assert any("python -m grpo_jax.train" in line for line in header)

@@ -10,13 +10,13 @@ from support.imports import ROOT
 from support.served import Handler, serving
 
 from bridges import placement
-from bridges.judges import http
-from bridges.judges.http import Http, JudgeError
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 
+JUDGE = ROOT / "examples" / "judges" / "http.py"
+Http, JudgeError = (load_object(f"{JUDGE}:{name}", "judge") for name in ("Http", "JudgeError"))
 EXAMPLE = ROOT / "examples" / "http_judge" / "server.py"
 PROMPTS, COMPLETIONS = ["abcd"] * 7, ["", "a", "ab", "abc", "abcd", "abcde", "ü€\n"]
 SCORES = [None, 0.75, 0.5, 0.25, 0.0, -0.25, 0.25]
@@ -24,7 +24,7 @@ SCORES = [None, 0.75, 0.5, 0.25, 0.0, -0.25, 0.25]
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(sys.modules[Http.__module__], "FIRST_PAUSE", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +166,21 @@ def test_headers_that_are_none_are_refused_and_never_shown(monkeypatch, held):
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///etc/passwd", "url: expected http://HOST/… or https://HOST/…, got 'file"),
+        ("https://me:word@host/", "url: expected no password in it, but headers_from, got 'https://…'"),
+    ],
+)
+def test_addresses_that_are_refused(url, message):
+    with pytest.raises(UserError) as caught:
+        Http(url=url)
+    assert message in str(caught.value) and "word" not in str(caught.value)
+
+
 def test_no_card_is_kept_for_it_nor_torch_asked_for_one(monkeypatch):
-    far = {"kind": "http", "url": "http://h/"}
+    far = {"kind": f"{JUDGE}:Http", "url": "http://h/"}
     config = make_config(task="text", judges={"far": far, "near": {"kind": "open_clip"}}, devices={"near": "gpu:1"})
     assert config.requests == {"policy": "auto", "far": "cpu", "near": "gpu:1"}
     assert make_config(task="text", judges={"far": far}, devices={"far": "gpu:0"}).requests["far"] == "gpu:0"

@@ -1,5 +1,8 @@
 """A remote judge over HTTP; examples/http_judge is a server.
 
+    python -m grpo_jax.train --task text … --judges.brevity examples/judges/http.py:Http \
+        --judges.brevity.url http://127.0.0.1:8000/score --rewards '[{"name": "brevity"}]'
+
 Batches are sent as JSON, several at once, and retried after failures of network or server.
 """
 

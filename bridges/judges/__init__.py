@@ -161,8 +161,7 @@ class PipelineJudge(Judge):
         """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged.
 
         A judge with `use_t5` notes whether the third text encoder is loaded. The VAE, which dominates, holds three
-        full-size activations of its second widest features: before, within and after its last block. A trained
-        renderer adds `bridges.trainable.training_memory`.
+        full-size activations of its second widest features: before, within and after its last block.
         """
         from bridges.loading import DTYPES, pipeline_sizes
 
@@ -177,18 +176,12 @@ class PipelineJudge(Judge):
             encoders.pop("text_encoder_3", None)
         if use_t5 is not None:
             note += ", with T5" if "text_encoder_3" in encoders else ", without T5"
-        training = []
-        if (train := getattr(self, "train", None)) is not None:
-            from bridges.trainable import training_memory
-
-            training = training_memory(self, train)
         features = 3 * self.batch_size * widths[:2][-1] * edge * edge * item
         return [
             (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), self.dtype),
             ("text encoders", item * sum(encoders.values()), note),
             ("drawing", features, f"estimate: {self.batch_size} pictures of {edge} x {edge} in the VAE"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
-            *training,
         ]
 
     def settings(self, negative_prompt: str | None = None) -> tuple[RenderSettings, RenderSettings]:

@@ -5,8 +5,6 @@ VENV   ?= .venv
 EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# As in grpo_jax/errors.py; with them the command need not restart itself.
-MALLOC := "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=67108864"
 
 .PHONY: train test docs tutorial test-install lint clean
 
@@ -21,7 +19,7 @@ $(VENV)/.installed: $(VENV)/.train
 	touch $@
 
 train: $(VENV)/.train
-	@GLIBC_TUNABLES=$${GLIBC_TUNABLES-$(MALLOC)} $(BIN)/python -m grpo_jax.train $(ARGS)
+	@$(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -12,7 +12,6 @@ from grpo_jax.errors import (
     UserError,
     exit_on_interrupt,
     exit_process,
-    restart_with_memory_settings,
     run_cli,
     short_name,
     version,
@@ -73,8 +72,6 @@ def command() -> NoReturn:
     """Run `main` as a process, with the working directory on the import path, like `python -m`."""
     if os.getcwd() not in (path or os.getcwd() for path in sys.path[:1]):
         sys.path.insert(0, os.getcwd())
-    if sys.argv[1:2] in (["train"], ["resume"]):
-        restart_with_memory_settings()
     exit_process(main())
 
 

@@ -267,33 +267,6 @@ def exit_on_interrupt() -> None:
     sys.excepthook = hook
 
 
-MALLOC_SETTINGS = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {"hugetlb": 1, "mmap_threshold": 2**32, "trim_threshold": 2**34, "top_pad": 2**26}.items()
-)
-"""For GLIBC_TUNABLES: large pages, and freed memory is kept for the next update rather than returned and zeroed."""
-_MANAGED = ("GLIBC_TUNABLES", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "PYTEST_CURRENT_TEST")
-
-
-def restart_with_memory_settings() -> None:
-    """Restart this process with `MALLOC_SETTINGS`, which glibc reads before Python starts.
-
-    Call it first in a command's process. It returns if malloc settings are already in the environment, another program
-    manages this process, GRPO_JAX_KEEP_ENV=1, or there is no glibc. The process id stays.
-    """
-    keeps = os.environ.get("GRPO_JAX_KEEP_ENV", "") not in ("", "0")
-    if keeps or any(name in os.environ for name in _MANAGED) or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    try:
-        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (AttributeError, ValueError, OSError):  # Windows, and other libraries
-        return
-    if glibc and sys.executable:
-        with suppress(OSError):
-            words = [sys.executable, *sys.orig_argv[1:]]
-            os.execve(sys.executable, words, {**os.environ, "GLIBC_TUNABLES": MALLOC_SETTINGS})
-
-
 _LEAVING_SECONDS = 15.0
 
 

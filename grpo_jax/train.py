@@ -21,7 +21,6 @@ from grpo_jax.errors import (
     exit_process,
     extras_named,
     quiet_libraries,
-    restart_with_memory_settings,
     run_cli,
     short_repr,
     version,
@@ -29,7 +28,6 @@ from grpo_jax.errors import (
 
 if __name__ == "__main__":  # before slow imports
     exit_on_interrupt()
-    restart_with_memory_settings()
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import Config

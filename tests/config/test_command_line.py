@@ -17,10 +17,9 @@ from grpo_jax.config.command_line import find_config, load_config, parse
 from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import MALLOC_SETTINGS, UserError
+from grpo_jax.errors import UserError
 from grpo_jax.tasks.text_task import Text
 
-MANAGED = ("GLIBC_TUNABLES", "PYTEST_CURRENT_TEST", "MALLOC_ARENA_MAX")
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
@@ -219,31 +218,6 @@ def test_an_adapter_on_the_command_line_takes_the_place_of_a_rank_in_the_file(tm
     assert parse([*config, "--policy.lora.alpha=8"]).policy.lora.rank == 8
     with pytest.raises(UserError, match=r"policy\.lora\.path: expected no rank"):
         parse([*config, "--policy.lora.path=adapter", "--policy.lora.rank=4"])  # who says both means one of them
-
-
-def test_training_starts_once_more_with_memory_settings_and_no_more(tmp_path):
-    """The same process, the same words and exit code; not where anybody chose settings, or manages the process."""
-    (tmp_path / "task.py").write_text(
-        "import os\nprint(os.getpid(), os.environ.get('GLIBC_TUNABLES'), flush=True)\n1 / 0"
-    )
-    words = ["train", "--task", f"{tmp_path / 'task.py'}:Task"]
-    bare = {name: value for name, value in os.environ.items() if name not in MANAGED}
-    own = "glibc.malloc.top_pad=1"
-    for module, given, expected in [
-        ("grpo_jax.train", {}, MALLOC_SETTINGS),
-        ("grpo_jax", {}, MALLOC_SETTINGS),
-        ("grpo_jax", {"GRPO_JAX_KEEP_ENV": "1"}, None),
-        ("grpo_jax", {"GLIBC_TUNABLES": own}, own),
-        ("grpo_jax", {"TORCHELASTIC_RUN_ID": "1"}, None),
-    ]:
-        command = [sys.executable, "-m", module, *(words if module == "grpo_jax" else words[1:])]
-        with subprocess.Popen(
-            command, env=bare | given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            out, err = process.communicate(timeout=60)
-        assert out.splitlines() == [f"{process.pid} {expected}"]
-        assert process.returncode == 2 and "ZeroDivisionError" in err
-    assert f'"{MALLOC_SETTINGS}"' in (ROOT / "Makefile").read_text()
 
 
 def test_no_command_warns_of_a_torch_that_it_does_not_need():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bridges import bundled
+from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
@@ -154,6 +155,7 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
 def transformer_config(path: str) -> tuple[dict[str, Any], int]:
     """Return the config of a pipeline's transformer, and the pixels along a latent; `path` as in `pipeline_sizes`."""
     if listed := published()["pipelines"].get(path):
+        require("transformer" in listed, "train", "null, or a pipeline that predicts a flow's velocity", path)
         return listed["transformer"], 2 ** (len(_PUBLISHED_WIDTHS) - 1)
     folder = _pipeline_folder(path)
     return load_json(folder / "transformer" / "config.json"), 2 ** (len(_vae_widths(folder)) - 1)

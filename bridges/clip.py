@@ -93,14 +93,13 @@ class Scorer:
         _, first, places = np.unique(names, return_index=True, return_inverse=True)
         return self._image_features(images[first])[places]
 
+    @torch.no_grad()
     def _image_features(self, images: torch.Tensor) -> torch.Tensor:
-        features = []
-        with torch.no_grad():
-            for batch in images.split(self.batch_size):
-                pixels = self.preprocess(batch.detach().to(self.device, torch.float32))
-                features.append(self._encode(self.model.encode_image, pixels.to(self.dtype)))
-        return torch.cat(features)
+        batches = (batch.detach().to(self.device, torch.float32) for batch in images.split(self.batch_size))
+        pixels = (self.preprocess(batch).to(self.dtype) for batch in batches)
+        return torch.cat([self._encode(self.model.encode_image, batch) for batch in pixels])
 
+    @torch.no_grad()
     def text_features(self, texts: list[str]) -> torch.Tensor:
         """Return unit features of texts, float32 [B, width], with a cache."""
         if not texts:
@@ -109,8 +108,7 @@ class Scorer:
         missing = [text for text in dict.fromkeys(texts) if text not in features]
         for start in range(0, len(missing), self.batch_size):
             batch = missing[start : start + self.batch_size]
-            with torch.no_grad():
-                encoded = self._encode(self.model.encode_text, self.tokenizer(batch).to(self.device))
+            encoded = self._encode(self.model.encode_text, self.tokenizer(batch).to(self.device))
             features.update(zip(batch, encoded.clone(), strict=True))
         for text in texts:
             self._texts[text] = features[text]

@@ -27,17 +27,11 @@ def torch_device(name: str | torch.device) -> torch.device:
     """Return the torch device of "cpu" or "gpu:1" (or torch's own "cuda:1")."""
     if isinstance(name, torch.device):
         return name
-    kind, _, index = name.partition(":")
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cpu") if name.startswith("cpu") else torch.device("cuda", int(name.partition(":")[2] or 0))
 
 
 def match_precision(precision: str | None) -> None:
-    """Match torch's float32 precision on a GPU to the policy's: "highest" is full float32.
-
-    Any other precision allows TF32. The setting is global to the process.
-    """
+    """Match torch's float32 precision on a GPU to the policy's, for the process; all but "highest" allow TF32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
@@ -101,10 +95,7 @@ def loading(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Silence the libraries' progress bars, log lines and warnings while models are loaded.
-
-    Failures are still raised as exceptions, and the loaders report them in one line.
-    """
+    """Silence the libraries' progress bars, log lines and warnings while models are loaded."""
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
@@ -177,11 +168,12 @@ def clip_size(model: str) -> int:
     """Count the parameters of an open_clip model, given a known name or a folder in its layout."""
     import open_clip
 
-    name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
-    config = (
-        open_clip.get_model_config(name) if folder is None else load_json(folder / "open_clip_config.json")["model_cfg"]
-    )
-    config = {name: value for name, value in (config or {}).items() if name != "custom_text"}
+    folder = local_folder(model.removeprefix("local-dir:"))
+    if folder is None:
+        config = open_clip.get_model_config(model.replace("/", "-")) or {}
+    else:
+        config = load_json(folder / "open_clip_config.json")["model_cfg"]
+    config = {name: value for name, value in config.items() if name != "custom_text"}
     with loading(f"the sizes of {model}"), torch.device("meta"):
         return _count(open_clip.CLIP(**config))
 

@@ -36,8 +36,12 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
     the installed jax or torch cannot use it.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
-    ask_torch = any(where != "cpu" for where in judges)
-    torch_gpus, count = _torch_cards() if ask_torch else (bool(judges), _count_cards())
+    torch_gpus, count = bool(judges), _count_cards()
+    if any(where != "cpu" for where in judges):
+        import torch
+
+        torch_gpus = torch.backends.cuda.is_built() or torch.version.hip is not None
+        count = torch.cuda.device_count() if torch_gpus else count
     if requests[POLICY] == "auto" and policy_count > 1 and count and _jax_has_gpus():
         requests = {**requests, POLICY: ",".join(f"gpu:{card}" for card in range(policy_count))}
     return resolve(requests, count, jax_gpus=_jax_has_gpus(), torch_gpus=torch_gpus)
@@ -208,14 +212,6 @@ def _jax_has_gpus() -> bool:
         return False
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
     return any(importlib.util.find_spec(name) is not None for name in plugins)
-
-
-def _torch_cards() -> tuple[bool, int]:
-    """Return whether the installed torch can use GPUs, and their number."""
-    import torch
-
-    usable = torch.backends.cuda.is_built() or torch.version.hip is not None
-    return usable, torch.cuda.device_count() if usable else _count_cards()
 
 
 def _count_cards() -> int:

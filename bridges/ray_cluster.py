@@ -150,13 +150,7 @@ def answers(address: str, *, http2: bool = False) -> bool:
 
 
 def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a Ray function.
-
-    Raises:
-        ActorLost: The actor or its machine died.
-        PoolLost: The cluster is gone.
-        Exception: The original exception of a judge in an actor.
-    """
+    """Call a Ray function; raise the judge's original exception, ActorLost, or PoolLost if the cluster is gone."""
     from ray import exceptions
 
     try:

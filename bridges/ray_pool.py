@@ -231,10 +231,8 @@ class RayPool:
     def run(self, method: str, requests: Sequence[tuple[Sequence, dict]], seconds: float = math.inf) -> list[Any]:
         """Return a method's answers to some batches (arguments and keywords), in order.
 
-        Raises:
-            PoolLost: No actor is left, the cluster is gone, or `seconds` have passed.
-            BatchLost: A batch lost `ATTEMPTS` actors.
-            Exception: The judge's own exception.
+        Raises PoolLost if no actor is left, the cluster is gone, or `seconds` have passed, BatchLost if a batch lost
+        `ATTEMPTS` actors, and the judge's own exception.
         """
         sent: dict[Any, tuple[int, Any]] = {}
         with self._lock:

@@ -89,10 +89,8 @@ class Detector:
             images: Float, on any device.
             requests: B lines of GenEval's metadata: `include` and `exclude` are lists of {"class", "count"} and perhaps
                 "color" or "position" (["left of", place of another in the list]), `tag` is the kind of prompt.
+                UserError for an unknown object or colour, or another form.
             scorer: A CLIP, which classifies colours.
-
-        Raises:
-            UserError: An unknown object or colour, or a request of another form.
         """
         asked = [row for row, request in enumerate(requests) if request.get("include") or request.get("exclude")]
         for row in asked:
@@ -116,13 +114,12 @@ class Detector:
 
         from bridges.pixels import to_pillow
 
-        size = tuple(images.shape[-2:])
         inputs = self._processor(images=to_pillow(images), return_tensors="pt").to(self.device, self._model.dtype)
         with torch.no_grad():
             outputs = self._model(**inputs)
-        read = self._processor.post_process_object_detection(
-            outputs, threshold=min(self._config.threshold, COUNTING_THRESHOLD), target_sizes=[size] * len(images)
-        )
+        least = min(self._config.threshold, COUNTING_THRESHOLD)
+        sizes = [tuple(images.shape[-2:])] * len(images)
+        read = self._processor.post_process_object_detection(outputs, threshold=least, target_sizes=sizes)
         pictures = []
         for one in read:
             found: dict[str, list[tuple[float, Box]]] = {}

@@ -77,9 +77,8 @@ class TextToImage(PipelineJudge):
         """Load the pipeline on "cpu" or "gpu:N", and render a test picture in two steps.
 
         It reads only safetensors and runs no code of the folder. Parts that check or mark pictures (safety checker,
-        watermark) are omitted, since they would change the judged picture.
-
-        UserError if there is no such pipeline or LoRA, or weights are missing, broken, gated or incompatible.
+        watermark) are omitted, since they would change the judged picture. UserError if there is no such pipeline or
+        LoRA, or weights are missing, broken, gated or incompatible.
         """
         from bridges.diffusion import Renderer, RenderError, denoiser, load_pipeline
         from bridges.loading import DTYPES, torch_device

@@ -114,14 +114,11 @@ def _templates() -> tuple[np.ndarray, np.ndarray]:
 
 
 def read(images: np.ndarray) -> np.ndarray:
-    """Read the attributes of pictures [n, 3, 32, 32] in [0, 1] from their pixels.
+    """Read the attributes of pictures [n, 3, 32, 32] in [0, 1]: i64[n, 6], positions in `VALUES`; -1 where unreadable.
 
     The border's median colour is the background. The result is the ideal picture on it (of any shape, size, position,
     sharpness and colour) with the smallest squared distance. If even the nearest ideal explains less than half of a
     picture, only its background is read.
-
-    Returns:
-        i64[n, 6], positions in `VALUES`; -1 where unreadable.
     """
     images = np.asarray(images, np.float64)
     masks, rows = _templates()
@@ -168,11 +165,9 @@ def shipped_prompts(name: str) -> list[dict]:
 def prompts(name: str, split: str, count: int) -> list[dict]:
     """Return at most `count` rows of a split ("train", "validation", "test") of the "world" or of its harder "scenes".
 
-    No (shape, colour) pair of the world occurs in two splits. The scenes cycle through their six kinds; a text may
-    repeat, with the same request, since a kind has a limited number of texts.
-
-    Returns:
-        Rows ``{"prompt": text, "requested": argument of pixel_accuracy, "oracle": text}``, of scenes with "kind".
+    Rows are ``{"prompt": text, "requested": argument of pixel_accuracy, "oracle": text}``, of scenes with "kind". No
+    (shape, colour) pair of the world occurs in two splits. The scenes cycle through their six kinds; a text may repeat,
+    with the same request, since a kind has a limited number of texts.
     """
     rows = [row for row in shipped_prompts(name) if row["split"] == split]
     return [{name: value for name, value in row.items() if name != "split"} for row in rows[:count]]

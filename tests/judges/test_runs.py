@@ -62,8 +62,8 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
     with serving(server) as url:
         judges = {
             "preference": {"kind": "sequence_classification", "path": str(folder)},
-            "brevity": {"kind": "http", "url": url, "batch_size": 3},
-            "gone": {"kind": "http", "url": closed, "attempts": 1},
+            "brevity": {"kind": "examples/judges/http.py:Http", "url": url, "batch_size": 3},
+            "gone": {"kind": "examples/judges/http.py:Http", "url": closed, "attempts": 1},
         }
         words = ["--training.max_steps=2", "--evaluation.every=0", "--on_judge_error=missing"]
         words += ["--judges", json.dumps(judges), "--rewards", json.dumps([{"name": name} for name in rewards])]

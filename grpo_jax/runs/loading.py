@@ -150,8 +150,8 @@ def load(
 
 def trainable_renderer(config: Config, renderer: object) -> TrainableRenderer:
     """Add adapters and an optimizer to the loaded judges.renderer."""
-    section = config.judges[RENDERER].train
-    return own_package("bridges", "trainable").TrainableRenderer(renderer, section, seed=config.seed)
+    judge: Any = config.judges[RENDERER]  # one with `train`, as the config requires
+    return own_package("bridges", "trainable").TrainableRenderer(renderer, judge.train, seed=config.seed)
 
 
 def load_data(

@@ -175,7 +175,7 @@ def estimate_advantages(
     if section.advantage == "gdpo":
         return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
-    options = {"eps": section.advantage_eps} if section.advantage in ("grpo", "batch") else {}
+    options: dict[str, Any] = {"eps": section.advantage_eps} if section.advantage in ("grpo", "batch") else {}
     if section.advantage == "grpo":
         options["scale"] = section.scale or losses.PRESET_SCALES[section.preset]
     if section.advantage == "max_at_k":

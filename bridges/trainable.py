@@ -127,6 +127,9 @@ class TrainableRenderer(Renderer):
         """
         pictures = [(text, int(seed)) for text, seed in zip(texts, seeds, strict=True)]
         rows, present = np.flatnonzero(np.nan_to_num(advantages)), int(np.sum(~np.isnan(advantages)))
+        for row in rows:
+            if pictures[row] not in self._latents:
+                raise KeyError(pictures[row])
         clip = self.train.advantage_clip
         weights = np.asarray(unit_rewards(np.float32(advantages), clip=clip))
         if self.train.loss == "awm":
@@ -306,10 +309,11 @@ def _require_flow(path: str, kind: str, scheduler: str, transformer: Mapping[str
     embedded, flow = transformer.get("guidance_embeds"), ("StableDiffusion3Pipeline", "FluxPipeline")
     velocities = f"null, or a pipeline that predicts a flow's velocity ({', '.join(flow)}, with {SCHEDULER})"
     require(kind in flow and scheduler == SCHEDULER, "train", velocities, f"{kind} with {scheduler}")
+    name = Path(path).name
     # FLUX.1-schnell embeds no guidance; other distilled pipelines differ from their base only by name
-    distilled = (kind == "FluxPipeline" and embedded is False) or DISTILLED.search(Path(path).name.lower())
-    require(not distilled, "train", "null, or a pipeline not distilled to few steps: training blurs its pictures", path)
-    require("quantization_config" not in transformer, "train", "null, or weights that are not quantised", path)
+    distilled = (kind == "FluxPipeline" and embedded is False) or DISTILLED.search(name.lower())
+    require(not distilled, "train", "null, or a pipeline not distilled to few steps: training blurs its pictures", name)
+    require("quantization_config" not in transformer, "train", "null, or weights that are not quantised", name)
     require(
         guidance <= 1 or embedded, "guidance", "1 with train: the picture must be the trained model's own", guidance
     )

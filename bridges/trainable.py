@@ -57,6 +57,8 @@ class TrainableRenderer(Renderer):
         self.training = replace(renderer.training, weights=OLD)
         self.evaluation = replace(renderer.evaluation, weights=TRAINED)
         self._transformer = self.pipeline.transformer
+        loaded = list(getattr(self._transformer, "peft_config", {}))
+        require(not loaded, "train", "null, or a pipeline without LoRA, or with it merged", loaded)
         self._transformer.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

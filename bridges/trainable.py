@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,16 +90,8 @@ class TrainableRenderer(Renderer):
             return super()._draw(batch, settings)
         calls: list[dict] = []
         latents: list[torch.Tensor] = []
-
-        def keep(_pipeline: object, _step: int, _time: object, tensors: dict[str, torch.Tensor]) -> dict:
-            latents[:] = [tensors["latents"]]
-            return {}
-
-        def note(_module: torch.nn.Module, _arguments: tuple, options: dict) -> None:
-            calls.append(options)
-
-        with self._transformer.register_forward_pre_hook(note, with_kwargs=True):
-            images = super()._draw(batch, settings, keep)
+        with self._transformer.register_forward_pre_hook(lambda *call: calls.append(call[-1]), with_kwargs=True):
+            images = super()._draw(batch, settings, lambda *step: latents.append(step[-1]["latents"]) or {})
         given = {name: value for name, value in calls[-1].items() if name not in ("hidden_states", "timestep")}
         of_text = [name for name, value in given.items() if torch.is_tensor(value) and not name.endswith("_ids")]
         self._shared = {name: value for name, value in given.items() if name not in of_text}
@@ -107,7 +99,7 @@ class TrainableRenderer(Renderer):
         steps = [(time, call["timestep"][0]) for time, call in zip(times, calls, strict=True) if time >= SMALLEST_TIME]
         self._times, self._timesteps = np.float32([time for time, _ in steps]), torch.stack([step for _, step in steps])
         for row, (text, seed) in enumerate(batch):
-            self._latents[text, seed] = latents[0][row]
+            self._latents[text, seed] = latents[-1][row]
             self._texts.setdefault(text, {name: given[name][row] for name in of_text})
         return images
 
@@ -204,7 +196,9 @@ class TrainableRenderer(Renderer):
     def _velocity(self, inputs: Mapping[str, torch.Tensor], weights: str) -> torch.Tensor:
         """Return the transformer's output; only that of the trained weights has a gradient."""
         self._choose(weights)
-        with torch.set_grad_enabled(weights == TRAINED), _attention(self.device):
+        # on a CPU the fused attention's backward is several times slower at small sizes
+        attention = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
+        with torch.set_grad_enabled(weights == TRAINED), attention:
             return self._transformer(**inputs)[0]
 
     def _choose(self, weights: str) -> None:
@@ -221,11 +215,11 @@ class TrainableRenderer(Renderer):
 
     def _forget_pictures(self) -> None:
         """Drop the cached pictures of weights that changed."""
-        kept = [(key, image) for key, image in self._cache.images.items() if not key[-1].weights]
-        self._cache.images.clear()
-        self._cache.bytes = 0
-        for key, image in kept:
-            self._cache.put(key, image)
+        pictures = self._cache.images
+        self._cache = type(self._cache)(self._cache.max_bytes)
+        for key, picture in pictures.items():
+            if not key[-1].weights:
+                self._cache.put(key, picture)
 
     @contextmanager
     def untrained(self) -> Iterator[None]:
@@ -395,8 +389,3 @@ def _in_bfloat16(forward: Callable[..., tuple], device: torch.device) -> Callabl
             return (forward(*arguments, **options)[0].float(),)
 
     return call
-
-
-def _attention(device: torch.device) -> AbstractContextManager[object]:
-    """On a CPU the fused attention's backward is several times slower at small sizes."""
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()

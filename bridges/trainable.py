@@ -97,7 +97,8 @@ class TrainableRenderer(Renderer):
         self._shared = {name: value for name, value in given.items() if name not in of_text}
         times = self.pipeline.scheduler.sigmas[: len(calls)].tolist()
         steps = [(time, call["timestep"][0]) for time, call in zip(times, calls, strict=True) if time >= SMALLEST_TIME]
-        self._times, self._timesteps = np.float32([time for time, _ in steps]), torch.stack([step for _, step in steps])
+        self._times = np.array([time for time, _ in steps], np.float32)
+        self._timesteps = torch.stack([step for _, step in steps])
         for row, (text, seed) in enumerate(batch):
             self._latents[text, seed] = latents[-1][row]
             self._texts.setdefault(text, {name: given[name][row] for name in of_text})
@@ -125,9 +126,9 @@ class TrainableRenderer(Renderer):
             if pictures[row] not in self._latents:
                 raise KeyError(pictures[row])
         clip = self.train.advantage_clip
-        weights = np.asarray(unit_rewards(np.float32(advantages), clip=clip))
-        if self.train.loss == "awm":
-            weights = np.clip(np.float32(advantages), -clip, clip) / clip
+        weights = np.clip(np.asarray(advantages, np.float32), -clip, clip) / clip
+        if self.train.loss == "nft":
+            weights = np.asarray(unit_rewards(weights, clip=1.0))
         metrics = {"signal": len(rows) / max(present, 1)}
         with self._lock:
             for update in range(self.train.updates if len(rows) else 0):
@@ -295,8 +296,9 @@ def check_training(judge: PipelineJudge) -> None:
     """Refuse a renderer that cannot be trained, before weights are read; of a hub id `load` checks the rest."""
     require(judge.pool is None, "train", "null with a pool: the renderer is trained in the run's own process", "both")
     source, index = find_pipeline(judge.path)
-    known = isinstance(source, Path) and "transformer" in index
-    config = load_json(source / "transformer" / "config.json") if known else {}
+    config = {}
+    if isinstance(source, Path) and "transformer" in index:
+        config = load_json(source / "transformer" / "config.json")
     _require_flow(str(source), index["_class_name"], index["scheduler"][1], config, judge.guidance)
 
 

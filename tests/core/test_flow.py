@@ -13,7 +13,7 @@ OPTIONS = {"nft": {"beta": 0.5, "scale": 3.0}, "awm": {"clip": 0.01, "old_coef":
 pytestmark = pytest.mark.usefixtures("strict")
 
 
-def arrays(seed=0, rows=5, dtype=np.float64):
+def arrays(seed=0, rows=5, dtype: type = np.float64):
     """(velocity, old velocity, latents, noise, weights in [0, 1], times), and the reference's velocity."""
     rng = np.random.default_rng(seed)
     v, old, x0, noise, reference = rng.normal(size=(5, rows, 3, 4, 2))

@@ -33,9 +33,7 @@ def list_of(kind: Kind, words: str) -> Kind:
 
 
 def _finite(value: Any) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return abs(value) <= _LARGEST  # NaN is not
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # NaN is not
 
 
 WIDTH = whole(1, 2**20)
@@ -77,15 +75,11 @@ def check_fields(
 ) -> dict[str, Any]:
     """Return the non-null fields. ValueError names one that is missing, of another kind or not supported.
 
-    Args:
-        kinds: Kinds of the supported fields.
-        neutral: Allowed values of the other fields, which change nothing.
-        required: Fields that must be present.
+    `kinds` are those of the supported fields, `neutral` the values of others that change nothing.
     """
     check_kinds(fields, kinds)
     fields = not_null(fields)
-    missing = [name for name in required if name not in fields]
-    if missing:
+    if missing := [name for name in required if name not in fields]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     refuse_changed(fields, neutral, model_type)
     return fields

@@ -86,12 +86,6 @@ class ListedLayers(NamedTuple):
     layers: tuple[jax.Array | QArray, ...]
     columns: slice
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the stack."""
-        shape = self.layers[0].shape
-        return (len(self.layers), *shape[:-1], len(range(*self.columns.indices(shape[-1]))))
-
     def at(self, index: tuple[int, ...]) -> PyTree:
         """Return the weights of a layer, or of its expert."""
         return jax.tree.map(lambda leaf: entry(leaf, index[1:])[..., self.columns], self.layers[index[0]])
@@ -100,16 +94,9 @@ class ListedLayers(NamedTuple):
 class MergedKernel(NamedTuple):
     """A stack of kernels with its adapter merged layer by layer: the whole is never in memory."""
 
-    # [layers, in, out], or [layers, experts, in, out]; an array or quantised
-    kernel: jax.Array | QArray | ListedLayers
-    # `a` [layers, in, rank] and `b` [layers, rank, out]; None without an adapter
-    adapter: Mapping[str, jax.Array] | None
+    kernel: jax.Array | QArray | ListedLayers  # [layers, in, out], or [layers, experts, in, out]
+    adapter: Mapping[str, jax.Array] | None  # `a` [layers, in, rank] and `b` [layers, rank, out]; None for none
     scale: float  # of their product
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the stack."""
-        return self.kernel.shape
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
         """Return the kernel of a layer, or of its expert, float32."""
@@ -182,8 +169,7 @@ def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> 
 
 def count_weights(params: PyTree) -> int:
     """Count the weights, quantised or not, without scales."""
-    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
-    return sum(math.prod(leaf.shape) for leaf in leaves)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_quantised))
 
 
 def as_array(kernel: jax.Array | QArray, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.architectures import ModelConfig, read_model_config
 from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.weights import new_folder, read_json_file, read_params, weight_files, write_params
-from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failures_named
+from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failures_named, whole
 from grpo_jax.models.variables import PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -183,12 +183,12 @@ def _special_ids(
     generation = read_json_file(path) if path.is_file() else {}
     nested = raw.get("text_config")
     sources = (generation, raw, nested if isinstance(nested, Mapping) else {})
+    is_id = whole(0, vocab_size - 1).holds
 
     def find(field: str, fallback: object) -> tuple[int, ...]:
         for value in (*(source.get(field) for source in sources), fallback):
             ids = value if isinstance(value, list | tuple) else [value]
-            ids = tuple(dict.fromkeys(i for i in ids if _is_id(i, vocab_size)))
-            if ids:
+            if ids := tuple(dict.fromkeys(i for i in ids if is_id(i))):
                 return ids
         return ()
 
@@ -196,12 +196,8 @@ def _special_ids(
     if not eos_ids:
         raise UserError(f"{folder} names no end token: set eos_token_id in its generation_config.json")
     pad = getattr(tokenizer, "pad_token_id", None)
-    pads = (pad,) if _is_id(pad, vocab_size) else find("pad_token_id", None)
+    pads = (pad,) if is_id(pad) else find("pad_token_id", None)
     return eos_ids, (pads or eos_ids)[0]
-
-
-def _is_id(value: object, vocab_size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:

@@ -7,6 +7,7 @@ same holds for GPT-2, although its Conv1D modules store their own weight transpo
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import product
@@ -62,12 +63,9 @@ def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
 def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:
     """Write adapters that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
-    The folder appears atomically and replaces an earlier one. UserError if it cannot be written or holds anything
-    else.
-
-    Args:
-        adapters: The ``lora`` collection (``lora.init_adapters``); written as float32.
-        base: Name of the base model, a folder or a hub id; PEFT's auto classes load it.
+    `adapters` are the ``lora`` collection (``lora.init_adapters``), written as float32. `base` is a folder or a hub id,
+    which PEFT's auto classes load. The folder appears atomically and replaces an earlier one. UserError if it cannot be
+    written or holds anything else.
     """
     tensors = {}
     for part in _parts(config):
@@ -84,17 +82,13 @@ def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, con
 def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, dict[str, PyTree]]:
     """Read adapters that PEFT, or ``save_adapters``, wrote for the decoder of `config`.
 
-    Returns:
-        Rank, alpha and targets, and the ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers,
-        rank, out], float32; those of a vision tower in ``visual``.
-
-    Raises:
-        UserError: A file is missing, or a feature is unsupported: DoRA, rank-stabilised scales, biases, ranks that
-            differ between modules, adapters on other modules or on only some of the layers.
+    Returns their configuration, and the ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers,
+    rank, out], float32; those of a vision tower in ``visual``. UserError if a file is missing, or for an unsupported
+    feature: DoRA, rank-stabilised scales, biases, ranks that differ between modules, adapters on other modules or on
+    only some of the layers.
     """
     folder = Path(folder).expanduser()
-    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise UserError(f"{folder} has no {missing[0]}: give a folder that PEFT's save_pretrained wrote as safetensors")
     raw, files = read_json_file(folder / CONFIG), TensorFiles([folder / WEIGHTS])
     with as_user_error(str(folder / CONFIG), ValueError, TypeError, re.error):
@@ -113,10 +107,9 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.Con
         parts = ((part, _targets_of(lora, part)) for part in _parts(config))
         targets: str | list[str] = "|".join(part.pattern(names) for part, names in parts if names)
     else:
-        modules = naming.modules
-        tails = [module.rpartition(".")[2] for module in modules.values()]
-        chosen = {name: modules[name].rpartition(".")[2] for name in lora.targets}
-        targets = [tail if tails.count(tail) == 1 else modules[name] for name, tail in chosen.items()]
+        tails = {name: module.rpartition(".")[2] for name, module in naming.modules.items()}
+        shared = [tail for tail, count in Counter(tails.values()).items() if count > 1]
+        targets = [naming.modules[name] if tails[name] in shared else tails[name] for name in lora.targets]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

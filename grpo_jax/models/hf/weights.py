@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,16 +30,9 @@ class TensorPlace(NamedTuple):
     """Place of a tensor in the parameters."""
 
     path: tuple[str, ...]  # keys from the parameters' root to a leaf
-    layer: int | None  # index along the leaf's first axis, or None for an unstacked leaf
-    # the folder stores [out, in], or [out, ...] whose other axes are flattened; the leaf is [in, out]
-    transpose: bool
+    index: tuple[int, ...]  # of the tensor in a stack of layers, or of layers and experts; () for an unstacked leaf
+    transpose: bool  # the folder stores [out, in], or [out, ...] whose other axes are flattened; the leaf is [in, out]
     shape: tuple[int, ...]  # of the tensor in the folder
-    expert: int | None = None  # index along the leaf's second axis, or None for a leaf without experts
-
-    @property
-    def index(self) -> tuple[int, ...]:
-        """Return the index of the tensor in its leaf."""
-        return tuple(index for index in (self.layer, self.expert) if index is not None)
 
     def part(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a tensor of the folder to its part of the leaf."""
@@ -67,30 +59,27 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPla
     embedding = f"{naming.tensors['embed_tokens']}.weight"
     prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
     head = next((h for h in naming.heads if h in names), naming.heads[0])
-    layers = f"{prefix}{naming.layers}"
     table = {}
     for path, leaf in flatten_dict(shapes(config)).items():
-        kind = "bias" if path[-1] == "bias" else "weight"
+        kind, transpose = "bias" if path[-1] == "bias" else "weight", False
         if path == ("lm_head",):
-            table[head] = TensorPlace(path, None, False, leaf.shape)
+            name = head
         elif path[0] != "layers":
-            table[f"{prefix}{naming.tensors[path[0]]}.{kind}"] = TensorPlace(path, None, False, leaf.shape)
+            name = f"{prefix}{naming.tensors[path[0]]}.{kind}"
         else:
-            module, transpose = f"{naming.modules[path[1]]}.{kind}", naming.transposed and path[-1] == "kernel"
-            for layer, (name, place) in product(range(config.num_layers), _in_layer(path, module, transpose, leaf)):
-                table[f"{layers}.{layer}.{name}"] = place._replace(layer=layer)
+            name = f"{prefix}{naming.layers}.{{}}.{naming.modules[path[1]]}.{kind}"
+            transpose = naming.transposed and path[-1] == "kernel"
+        table |= _places(path, name, transpose, leaf.shape)
     if config.tie_word_embeddings and head in names:
         table[head] = table[prefix + embedding]
     return table
 
 
-def _in_layer(
-    path: tuple[str, ...], module: str, transpose: bool, leaf: jax.ShapeDtypeStruct
-) -> list[tuple[str, TensorPlace]]:
-    if "{}" not in module:
-        return [(module, TensorPlace(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
-    place = TensorPlace(path, 0, transpose, leaf.shape[:1:-1])
-    return [(module.format(expert), place._replace(expert=expert)) for expert in range(leaf.shape[1])]
+def _places(path: tuple[str, ...], name: str, transpose: bool, shape: tuple[int, ...]) -> dict[str, TensorPlace]:
+    """Return the places of a leaf's tensors; their name has a {} for each axis of the leaf's stack."""
+    axes = name.count("{}")
+    own = shape[axes:][::-1] if transpose else shape[axes:]
+    return {name.format(*index): TensorPlace(path, index, transpose, own) for index in np.ndindex(shape[:axes])}
 
 
 def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:
@@ -102,18 +91,14 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPl
     architecture = TOWERS[vision.model_type]
     table = {}
     prefixes = architecture_of(config).naming.beside
-    prefix = next((p for p in prefixes if f"{p}{architecture.names['patch_embed']}.weight" in names), prefixes[0])
+    patches = f"{architecture.names['patch_embed']}.weight"
+    prefix = next((p for p in prefixes if p + patches in names), prefixes[0])
     for path, leaf in flatten_dict(tower_shapes(vision)).items():
         module = path if len(path) == 1 else path[:-1]
         name = f"{prefix}{architecture.names['/'.join(module)]}.{'bias' if path[-1] == 'bias' else 'weight'}"
-        transpose = path[-1] == "kernel"
-        stacked = "{}" in name
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        shape = shape[::-1] if transpose else shape
-        if module == ("patch_embed",) and transpose:
-            shape = (vision.width, vision.channels, vision.frames, vision.patch, vision.patch)
-        for index in range(leaf.shape[0]) if stacked else (None,):
-            table[name.format(index)] = TensorPlace((VISUAL, *path), index, transpose, shape)
+        table |= _places((VISUAL, *path), name, path[-1] == "kernel", leaf.shape)
+    shape = (vision.width, vision.channels, vision.frames, vision.patch, vision.patch)
+    table[prefix + patches] = table[prefix + patches]._replace(shape=shape)
     return table
 
 
@@ -136,10 +121,10 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
-    instead = (
-        f" but {', '.join(others[:3])}: load the model with transformers and call save_pretrained" if others else ""
-    )
-    raise UserError(f"{folder} has no {SINGLE} or {INDEX}{instead or '; give a folder with weights'}")
+    instead = "; give a folder with weights"
+    if others:
+        instead = f" but {', '.join(others[:3])}: load the model with transformers and call save_pretrained"
+    raise UserError(f"{folder} has no {SINGLE} or {INDEX}{instead}")
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -164,13 +149,10 @@ class TensorFiles:
                 self._open[path] = safe_open(path, framework="numpy")
             self.names |= dict.fromkeys(self._open[path].keys(), path)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, from the header."""
-        return tuple(self._open[self.names[name]].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Return safetensors' name of a tensor's dtype."""
-        return self._open[self.names[name]].get_slice(name).get_dtype()
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return a tensor's shape, and safetensors' name of its dtype."""
+        header = self._open[self.names[name]].get_slice(name)
+        return tuple(header.get_shape()), header.get_dtype()
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor."""
@@ -224,11 +206,12 @@ def read_params(config: ModelConfig, folder: Path, dtype: np.dtype | None, *, to
 def misfits(expected: Mapping[str, tuple[int, ...]], files: TensorFiles, foreign: Iterable[str]) -> str:
     """Describe the first differences of the files' tensors from the expected names and shapes; "" if there are none."""
     problems = [f"{name} is missing" for name in expected if name not in files.names]
-    for name in files.names:
-        if name in expected and files.shape(name) != expected[name]:
-            problems.append(f"{name} has shape {files.shape(name)}, expected {expected[name]}")
-        if name in expected and files.dtype(name) not in ("F32", "BF16", "F16"):
-            problems.append(f"{name} has dtype {files.dtype(name)}, expected F32, BF16 or F16")
+    for name in (name for name in files.names if name in expected):
+        shape, dtype = files.header(name)
+        if shape != expected[name]:
+            problems.append(f"{name} has shape {shape}, expected {expected[name]}")
+        if dtype not in ("F32", "BF16", "F16"):
+            problems.append(f"{name} has dtype {dtype}, expected F32, BF16 or F16")
     problems += [f"{name} is unexpected" for name in foreign]
     more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
     return f"{'; '.join(problem[:100] for problem in problems[:2])}{more}"

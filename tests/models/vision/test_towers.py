@@ -77,7 +77,7 @@ def test_gradients_are_those_of_torch(world):
     table = tower_table(world.loaded.config, state)
     assert table.keys() == state.keys()
     for name, place in table.items():
-        got = grads[place.path] if place.layer is None else grads[place.path][place.layer]
+        got = grads[place.path][place.index]
         got = np.asarray(got.T if place.transpose else got).reshape(place.shape)
         wanted = state[name].grad.numpy()
         own = np.abs(wanted).max()

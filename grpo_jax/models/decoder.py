@@ -32,8 +32,7 @@ class Decoder(nn.Module):
     remat: str = "products"  # see `Policy`
     lora: LoraConfig | None = None  # configuration of the adapters in the `lora` collection, if any
     stacked: bool = True  # one scanned layer with stacked weights, or separate layers in a loop
-    # shards a layer's input states [P, S, D] over the mesh; None for one device
-    spread: OverPrompts | None = None
+    spread: OverPrompts | None = None  # shards a layer's input states [P, S, D] over the mesh; None for one device
     attention: str = "rows"  # see `attend_streams`
     products: str = ""  # see `Policy.products`
 
@@ -120,14 +119,9 @@ def init_variables(
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
-    architecture = architecture_of(config)
-    params = draw_params(
-        shapes, weights_key, lambda names: architecture.initial_stddev(config, names[-2:][0]), param_dtype
-    )
-    variables = {"params": params}
-    if lora is not None:
-        variables["lora"] = init_adapters(variables["params"], adapters_key, lora)
-    return variables
+    stddev_of = architecture_of(config).initial_stddev
+    params = draw_params(shapes, weights_key, lambda names: stddev_of(config, names[-2:][0]), param_dtype)
+    return {"params": params} | ({} if lora is None else {"lora": init_adapters(params, adapters_key, lora)})
 
 
 def fused_config(config: ModelConfig) -> ModelConfig:

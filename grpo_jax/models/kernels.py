@@ -27,15 +27,8 @@ _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
     """Compute causal softmax attention within rows, with scores scaled by E^-0.5.
 
-    Args:
-        query: [B, S, K, R, E].
-        key: [B, S, K, E]; R query heads read each key head.
-        value: [B, S, K, E].
-        mask: bool [B, S], False on padding, which no other token reads.
-        platform: ``cuda`` or ``tpu``.
-
-    Returns:
-        [B, S, K, R, E], with the dtype of the queries.
+    Queries and result are [B, S, K, R, E], keys and values [B, S, K, E]; R query heads read each key head. The mask,
+    bool [B, S], is False on padding, which no other token reads. `platform` is ``cuda`` or ``tpu``.
     """
     rows, length, heads, shared, size = query.shape
     more = -length % _FLASH_PADDED
@@ -45,27 +38,19 @@ def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
 
     flat = query.reshape(rows, length, heads * shared, size)
     key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
-    padded = [pad(x) for x in (flat, key, value)]
-    kernel = _gpu_kernel if platform == "cuda" else _tpu_kernel
-    mixed = kernel(*padded, pad(mask).astype(jnp.int32))
+    padded, segments = [pad(x) for x in (flat, key, value)], pad(mask).astype(jnp.int32)
+    options = {"causal": True, "sm_scale": size**-0.5}
+    if platform == "cuda":
+        from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+        sizes = BlockSizes(_FLASH_BLOCK, _FLASH_BLOCK, *[_FLASH_BLOCK // 2] * 4)
+        mixed = mha(*padded, segments, block_sizes=sizes, **options)
+    else:
+        from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
+
+        heads_first = [x.swapaxes(1, 2) for x in padded]
+        mixed = flash_attention(*heads_first, segment_ids=SegmentIds(segments, segments), **options).swapaxes(1, 2)
     return mixed[:, :length].reshape(query.shape)
-
-
-def _gpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
-
-    sizes = BlockSizes(_FLASH_BLOCK, _FLASH_BLOCK, *[_FLASH_BLOCK // 2] * 4)
-    scale = query.shape[-1] ** -0.5
-    return mha(query, key, value, segments, sm_scale=scale, causal=True, block_sizes=sizes)
-
-
-def _tpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
-
-    heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
-    ids = SegmentIds(segments, segments)
-    mixed = flash_attention(*heads_first, segment_ids=ids, causal=True, sm_scale=query.shape[-1] ** -0.5)
-    return mixed.swapaxes(1, 2)
 
 
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maxima, sums, and sums of values
@@ -82,14 +67,9 @@ def attend_token(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Compute softmax attention of each completion's new token, with scores scaled by E^-0.5; also return the cache.
 
-    Args:
-        query: [P, G, K, R, E].
-        key: [P, G, K, E], of the new token.
-        value: [P, G, K, E].
-        prefix: The prompts' keys [P, K, E, L] and values [P, K, L, E].
-        mask: bool [P, L], False on the prompts' padding.
-        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E], as in `attention.Cache`.
-        slot: i32 scalar, the number of written slots; the new token gets the next one.
+    Queries are [P, G, K, R, E], key and value of the new token [P, G, K, E]. `prefix` holds the prompts' keys
+    [P, K, E, L] and values [P, K, L, E]; the mask, bool [P, L], is False on their padding. `cache` holds keys
+    [P, K, G, E, T] and values [P, K, G, T, E] of the completions, with `slot` (i32) tokens written before the new one.
     """
     shared, size = query.shape[-2:]
     # XLA makes and rotates one array in one kernel.

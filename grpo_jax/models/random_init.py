@@ -38,7 +38,6 @@ def write_policy(
 
     Args:
         words: The vocabulary; repeated words count once.
-        section: Sizes.
         plain_words: Lower-case text and remove punctuation (`NOT_A_WORD`), as TF-IDF does.
         vectors: Initial embeddings of words, f32 [width] each, in place of random ones. The first layer then adds a
             mean of the context, weighted towards recent words (`_recent_mean`), so that near vectors rank high. That
@@ -89,8 +88,7 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_wor
     if plain_words:
         marks = normalizers.Replace(Regex(NOT_A_WORD), " ")
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), marks])
-    special = [AddedToken(token, special=True) for token in vocabulary[:4]]
-    backend.add_special_tokens(special)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in vocabulary[:4]])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,

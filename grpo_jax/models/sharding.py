@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,21 +21,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.architectures import ARCHITECTURES
-from grpo_jax.models.layers import COLUMNS, FUSED, ROWS, Architecture
+from grpo_jax.models.layers import COLUMNS, FUSED, ROWS
 from grpo_jax.models.variables import VISUAL, PyTree
-from grpo_jax.models.vision.tower import TOWERS, TowerArchitecture
+from grpo_jax.models.vision.tower import TOWERS
 
 FSDP, TENSOR = "fsdp", "tensor"
 _BOTH = (TENSOR, FSDP)
 
 
-def _projections(cut: str, architectures: Iterable[Architecture | TowerArchitecture]) -> str:
+def _projections(cut: str) -> str:
+    architectures = *ARCHITECTURES.values(), *TOWERS.values()
     kinds = {name: kind for architecture in architectures for name, kind in architecture.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
 
-_COLUMNS, _ROWS, _FUSED = (_projections(cut, ARCHITECTURES.values()) for cut in (COLUMNS, ROWS, FUSED))
-_TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
+_COLUMNS, _ROWS, _FUSED = map(_projections, (COLUMNS, ROWS, FUSED))
 
 
 class Partition(NamedTuple):
@@ -47,22 +47,16 @@ class Partition(NamedTuple):
 
 
 PARTITIONS = (
-    # Towers are small beside their language models: replicate leaves that the mesh does not divide.
-    Partition(f"{VISUAL}/layers/{_TOWER[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
-    Partition(f"{VISUAL}/layers/{_TOWER[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/layers/{_TOWER[FUSED]}/kernel", P(None, _BOTH), P()),
     Partition(f"{VISUAL}/layers/[^/]*/[ab]", P()),
-    Partition(f"{VISUAL}/merger/fc1/kernel", P(FSDP, TENSOR), P()),
-    Partition(f"{VISUAL}/merger/fc2/kernel", P(TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/deepstack/fc1/kernel", P(None, FSDP, TENSOR), P()),
-    Partition(f"{VISUAL}/deepstack/fc2/kernel", P(None, TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/(patch_embed/kernel|pos_embed)", P(None, _BOTH), P()),
+    Partition("merger/fc1/kernel", P(FSDP, TENSOR)),
+    Partition("merger/fc2/kernel", P(TENSOR, FSDP)),
+    Partition("patch_embed/kernel|pos_embed", P(None, _BOTH)),
     # [V, D]; a tensor axis may not divide the vocabulary (GPT-2's 50257).
     Partition("embed_tokens|lm_head", P(TENSOR, FSDP), P(None, _BOTH)),
     Partition("embed_positions", P(None, _BOTH)),
-    # Kernels [layers, in, out].
-    Partition(f"layers/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
-    Partition(f"layers/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
+    # Kernels [layers, in, out], also those of a vision tower.
+    Partition(f"(layers|deepstack)/{_COLUMNS}/kernel", P(None, FSDP, TENSOR)),
+    Partition(f"(layers|deepstack)/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
     # Fused queries, keys and values: sharding the outputs would not shard the heads.
     Partition(f"layers/{_FUSED}/kernel", P(None, _BOTH)),
     # Experts [layers, experts, in, out], each sharded like an MLP; the router is small.
@@ -103,7 +97,9 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     partition = next((line for line in PARTITIONS if re.search(f"(^|/)({line.pattern})$", name)), None)
     if partition is None:
         raise ValueError(f"{name}: the table of partitions has no row for it; its shape is {shape}")
-    for spec in (partition.spec, partition.otherwise):
+    # A tower is small beside its language model: its leaves that the mesh does not divide are replicated.
+    otherwise = P() if VISUAL in name.split("/") else partition.otherwise
+    for spec in (partition.spec, otherwise):
         if spec is not None and _undivided(spec, shape, mesh) is None:
             return _shortest(spec, mesh)
     axis, parts = _undivided(partition.otherwise or partition.spec, shape, mesh)

@@ -20,12 +20,9 @@ Variables = Mapping[str, PyTree]
 
 VISUAL = "visual"
 """Key of a tower's weights: a collection while frozen, a part of "params" where trained; and a part of "lora"."""
-
-_NUMBERS = "numbers"
-"""Collection of the layers' numbers, which `numbered` adds for `unstack`."""
-
 VALUE = "value"
 """Collection of a value head; the policy's own functions do not know it."""
+_NUMBERS = "numbers"  # collection of the layers' numbers, which `numbered` adds for `unstack`
 
 
 def weight_dtype(section: PolicySection) -> str:
@@ -39,10 +36,9 @@ def tower_dtype(section: PolicySection) -> str:
 
 
 def precision_of(compute_dtype: str, precision: str | None) -> str | None:
-    """Return the configured precision of matrix products, or the default for the compute dtype.
+    """Return the configured precision of matrix products.
 
-    The default is ``highest`` for float32, which GPUs (TF32) and TPUs (bfloat16) would otherwise round. It is None,
-    JAX's default, for other dtypes.
+    The default is ``highest`` for float32, which GPUs and TPUs would otherwise round, and None, JAX's own, for others.
     """
     return "highest" if precision is None and compute_dtype == "float32" else precision
 

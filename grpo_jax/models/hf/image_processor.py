@@ -39,15 +39,12 @@ _KINDS = {
     "image_mean": _THREE_NUMBERS,
     "image_std": hf_config.Kind("three numbers > 0", lambda value: _THREE_NUMBERS.holds(value) and min(value) > 0),
     "rescale_factor": hf_config.POSITIVE,
-    "resample": hf_config.Kind(
-        "2 (bilinear) or 3 (bicubic)", lambda value: value in (2, 3) and not isinstance(value, bool)
-    ),
+    "resample": hf_config.Kind("2 (bilinear) or 3 (bicubic)", lambda value: value in (2, 3)),
     "size": hf_config.TABLE,
     "image_processor_type": hf_config.Kind(f"one of {', '.join(TYPES)}", lambda value: value in TYPES),
 }
 _SETTINGS = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "frames"}
-_SETTINGS |= {"rescale_factor": "rescale", "resample": "resample"}
-_CHANNELS = {"image_mean": "mean", "image_std": "deviation"}
+_SETTINGS |= {"rescale_factor": "rescale", "resample": "resample", "image_mean": "mean", "image_std": "deviation"}
 """Fields of `PictureSettings`, by their names in a folder."""
 
 
@@ -77,9 +74,8 @@ class PictureSettings:
         ValueError if the picture's aspect ratio exceeds the processor's limit.
         """
         if min(height, width) < 1 or max(height, width) > LONGEST_SHAPE * min(height, width):
-            raise ValueError(
-                f"it is {width} x {height} pixels: a side may be at most {LONGEST_SHAPE} times as long as the other"
-            )
+            limit = f"a side may be at most {LONGEST_SHAPE} times as long as the other"
+            raise ValueError(f"it is {width} x {height} pixels: {limit}")
         if self.edge:
             return self.edge, self.edge
         step, rows, columns = self.step, round(height / self.step), round(width / self.step)
@@ -109,8 +105,14 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
         for name in ("patch_size", "merge_size", "temporal_patch_size"):
             mine, its = (getattr(part, _SETTINGS[name]) for part in (settings, vision))
             hf_config.expect(mine == its, name, f"{its}, as the tower takes it (config.json, vision_config)", mine)
-    edge = _default_edge(settings, EDGES.get(vision.model_type, 448)) if size is None else size
-    _check_edge(settings, edge)
+    edge = _default_edge(settings, EDGES[vision.model_type]) if size is None else size
+    step, expected = settings.step, ""
+    if edge % step:
+        expected = f"a multiple of {step}, the pixels of a token (such as {max(1, round(edge / step)) * step})"
+    elif edge and not settings.least <= edge**2 <= settings.most:
+        expected = f"a side of {settings.least} to {settings.most} pixels in all, as the policy's folder has it"
+    if expected:
+        raise UserError(f"data.picture_size: expected {expected}, got {edge}")
     return dataclasses.replace(settings, edge=edge)
 
 
@@ -119,9 +121,8 @@ def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) ->
     if any((folder / name).is_file() for name in FILES):
         settings = read_settings(folder, vision, size)
     else:
-        settings = PictureSettings(
-            vision.patch, vision.merge, edge=EDGES.get(vision.model_type, 448) if size is None else size
-        )
+        edge = EDGES[vision.model_type] if size is None else size
+        settings = PictureSettings(vision.patch, vision.merge, edge=edge)
     if not settings.edge:
         return settings.most // settings.patch**2
     rows, columns = settings.grid(settings.edge, settings.edge)
@@ -136,9 +137,8 @@ def _fields(folder: Path) -> tuple[Path, hf_config.ConfigJson]:
             content = content.get("image_processor") or {}
         if isinstance(content, Mapping) and content:
             return path, content
-    raise UserError(
-        f"{folder} does not say how pictures are prepared: copy the model's preprocessor_config.json into it"
-    )
+    reason = "does not say how pictures are prepared: copy the model's preprocessor_config.json into it"
+    raise UserError(f"{folder} {reason}")
 
 
 def _settings(fields: hf_config.ConfigJson) -> PictureSettings:
@@ -146,13 +146,12 @@ def _settings(fields: hf_config.ConfigJson) -> PictureSettings:
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         hf_config.expect(fields.get(name) is not False, name, "true, as pictures are prepared here", False)
     size = fields.get("size") or {}
-    edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
-    hf_config.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
-    least = fields.get("min_pixels") or edges.get("shortest_edge") or PictureSettings.least
-    most = fields.get("max_pixels") or edges.get("longest_edge") or PictureSettings.most
+    hf_config.check_kinds(size, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
+    least = fields.get("min_pixels") or size.get("shortest_edge") or PictureSettings.least
+    most = fields.get("max_pixels") or size.get("longest_edge") or PictureSettings.most
     hf_config.expect(least <= most, "min_pixels", f"at most max_pixels={most}", least)
     others = {ours: fields[name] for name, ours in _SETTINGS.items() if fields.get(name)}
-    others |= {ours: tuple(map(float, fields[name])) for name, ours in _CHANNELS.items() if fields.get(name)}
+    others = {name: tuple(map(float, x)) if isinstance(x, list | tuple) else x for name, x in others.items()}
     return PictureSettings(**others, least=least, most=most)
 
 
@@ -162,17 +161,6 @@ def _default_edge(settings: PictureSettings, usual: int) -> int:
     largest = max(1, math.isqrt(settings.most) // step) * step
     smallest = -(-math.isqrt(max(settings.least - 1, 0)) // step) * step
     return min(max(usual // step * step, smallest, step), largest)
-
-
-def _check_edge(settings: PictureSettings, edge: int) -> None:
-    step, pixels = settings.step, edge * edge
-    expected = ""
-    if edge % step:
-        expected = f"a multiple of {step}, the pixels of a token (such as {max(1, round(edge / step)) * step})"
-    elif edge and not settings.least <= pixels <= settings.most:
-        expected = f"a side of {settings.least} to {settings.most} pixels in all, as the policy's folder has it"
-    if expected:
-        raise UserError(f"data.picture_size: expected {expected}, got {edge}")
 
 
 def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
@@ -204,9 +192,8 @@ def make_preparer(folder: Path, settings: PictureSettings) -> Callable[[Sequence
     def prepare(pictures: Sequence[Image]) -> list[Picture]:
         if not pictures:
             return []
-        made = processor(
-            images=[sized(picture) for picture in pictures], size=limits, return_tensors="pt" if torch_based else "np"
-        )
+        form = "pt" if torch_based else "np"
+        made = processor(images=[sized(picture) for picture in pictures], size=limits, return_tensors=form)
         values = np.asarray(made["pixel_values"], np.float32)
         grids = [(int(rows), int(columns)) for _, rows, columns in np.asarray(made["image_grid_thw"])]
         ends = np.cumsum([rows * columns for rows, columns in grids])

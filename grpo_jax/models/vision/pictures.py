@@ -33,8 +33,7 @@ class PictureStates(NamedTuple):
 
     states: jax.Array  # [.., I, M, D], M = S / merge²; row by row of merged tokens
     grid: jax.Array  # i32 [.., I, 2], rows and columns of merged tokens; (0, 0) for no picture
-    # [.., I, M, D] each, added after the first decoder layers, one array per layer (Qwen3-VL)
-    deepstack: tuple[jax.Array, ...] = ()
+    deepstack: tuple[jax.Array, ...] = ()  # [.., I, M, D] for each of the first decoder layers (Qwen3-VL)
 
 
 def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
@@ -129,9 +128,7 @@ def joined_some(parts: Sequence[_Shown | None], counts: Sequence[int]) -> _Shown
         return None
 
     def empty(count: int) -> _Shown:
-        return jax.tree.map(
-            lambda array, fill: np.full((count, *array.shape[1:]), fill, array.dtype), some, _fills(some)
-        )
+        return jax.tree.map(lambda x, fill: np.full((count, *x.shape[1:]), fill, x.dtype), some, _fills(some))
 
     return _concatenate([empty(n) if part is None else part for part, n in zip(parts, counts, strict=True)], 0)
 

@@ -23,8 +23,7 @@ _DECODED_HEADS = (64, 128)  # head sizes of `attend_token`: Triton's blocks are 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 _FLASH_PLATFORMS = ("cuda", "tpu")
-_FLASH_SHORTEST = 128
-"""Queries of a row from which on the kernels are taken."""
+_FLASH_SHORTEST = 128  # queries of a row from which on the kernels are taken
 _FLASH_HEADS = range(16, 129)
 """Sizes of a head that they take: Triton has no smaller products, and larger ones do not fit into every card's core."""
 
@@ -34,8 +33,7 @@ class Tokens(NamedTuple):
 
     positions: jax.Array  # i32 [P, S], or [P, G, S] if the rows of a group differ
     mask: jax.Array  # bool like positions, False on padding
-    # i32 like positions: a token reads only its own segment; None if each row is one segment
-    segment: jax.Array | None = None
+    segment: jax.Array | None = None  # i32 like positions: a token reads only its own; None if a row is one
 
 
 class KeyValues(NamedTuple):
@@ -61,10 +59,8 @@ class Context(NamedTuple):
     # i32 [P, S] of the S running tokens (see `attend_streams`); with pictures [P, S, 3], for time, row and column
     positions: jax.Array
     prompt: Tokens  # the prompts' tokens [P, L], running or cached
-    # the completions' tokens [P, T], equal for the group, or [P, G, T]; None if there are none
-    completion: Tokens | None = None
-    # decoding only: positions and validity of the cache's slots, including the running tokens
-    cached: Tokens | None = None
+    completion: Tokens | None = None  # the completions', [P, T] if equal for the group, else [P, G, T]
+    cached: Tokens | None = None  # decoding only: the cache's slots, including the running tokens
     slot: jax.Array | None = None  # decoding only: i32 scalar, the first slot to write the running tokens to
     # cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] if layers differ; None without
     # rotary embeddings
@@ -95,8 +91,7 @@ class Prefix(NamedTuple):
     hidden: jax.Array  # [P, D], last hidden state of each prompt, which predicts the first completion token
     keys: tuple[jax.Array, ...]  # of each layer [P, K, E, L], rotated
     values: tuple[jax.Array, ...]  # of each layer [P, K, L, E]
-    mask: jax.Array  # bool [P, L], False on padding
-    positions: jax.Array  # i32 [P, L], counted from each prompt's first real token
+    tokens: Tokens  # [P, L], with positions from each prompt's first real token
     lengths: jax.Array  # i32 [P], real tokens of each prompt
     # i32 [P], the position of the completions' first token: `lengths`, or less if picture tokens share positions
     advance: jax.Array
@@ -330,20 +325,18 @@ def attend_streams(
         mixed = attend(split, queries, sources, window, scale, softcap, by_row=attention == "rows")
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
-    others = (softcap, layer_input.window, layer_input.scale, layer_input.prefix)
-    flash = attention in _FLASH_PLATFORMS and query.shape[-1] in _FLASH_HEADS and all(other is None for other in others)
+    plain = all(setting is None for setting in (softcap, layer_input.window, layer_input.scale))
+    flash = plain and layer_input.prefix is None and attention in _FLASH_PLATFORMS and query.shape[-1] in _FLASH_HEADS
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
-    if attention == "cuda" and _decodes(query, layer_input, context, softcap):
+    if plain and attention == "cuda" and _decodes(query, layer_input, context):
         from grpo_jax.models.kernels import attend_token  # other platforms may lack Pallas for Triton
 
         cached = layer_input.prefix, context.prompt.mask, layer_input.cache, context.slot
         token, new_keys_values = attend_token(query, key, value, *cached)
         return token.reshape(*token.shape[:2], -1), new_keys_values
-    mixed = []
-    new_keys_values = None
-    prefix = layer_input.prefix
-    length = 0
+    mixed, new_keys_values = [], None
+    prefix, length = layer_input.prefix, 0
     if prefix is None:
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
@@ -365,10 +358,9 @@ def attend_streams(
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
 
 
-def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softcap: float | None) -> bool:
+def _decodes(query: jax.Array, layer_input: LayerInput, context: Context) -> bool:
     """Return whether `attend_token` applies: one token of each completion runs, all at the same slot."""
-    others = (softcap, layer_input.window, layer_input.scale)
-    if layer_input.cache is None or query.shape[-1] not in _DECODED_HEADS or any(x is not None for x in others):
+    if layer_input.cache is None or query.shape[-1] not in _DECODED_HEADS:
         return False
     return context.completion.positions.shape[1:] == (1,) and layer_input.cache[0].dtype == query.dtype
 

@@ -31,6 +31,7 @@ ACTIVATIONS = {
 # Sharding of a projection along the tensor axis: each device computes some of its outputs, or reads some of its inputs.
 # A fused projection is not sharded, since its outputs are several concatenated parts.
 COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
+GATED_PROJECTIONS = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}  # of a gated MLP
 
 _NARROW = "narrow product"  # checkpoint name of its results: rematerialisation does not see into custom gradients
 
@@ -60,7 +61,6 @@ class Architecture(NamedTuple):
     """
 
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
-    config: type  # class of its configs
     read: Callable[[ConfigJson], Any]  # (contents of config.json) -> a config
     # its layer, a module made as block(config, dtype, lora, spread, attention, products) and called as
     # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values). It first calls `spread` on the
@@ -68,20 +68,17 @@ class Architecture(NamedTuple):
     # [P, S, K, H/K, E], keys and values [P, S, K, E] to `attend_streams` with LayerInput, Context and `attention`. That
     # returns the heads' outputs [P, S, H·E], and the layer's new keys and values
     block: type[nn.Module]
-    # (config) -> the norm after the last layer
-    final_norm: Callable[[Any], nn.Module]
+    final_norm: Callable[[Any], nn.Module]  # (config) -> the norm after the last layer
     learned_positions: bool  # whether learned position embeddings are added to the embedded tokens
     # (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures) -> cosine and sine of the rotary embedding, each
     # float32 [.., E/2], with a leading axis of kinds if layers differ; None without rotary embeddings
     rotation: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array] | None]
-    # (config) -> the other inputs of each layer, stacked along a leading axis
-    layer_inputs: Callable[[Any], LayerInput]
-    # names of the layers' kernels, which can have adapters → `COLUMNS`, `ROWS` or `FUSED`
-    projections: Mapping[str, str]
+    layer_inputs: Callable[[Any], LayerInput]  # (config) -> the other inputs of each layer, along a leading axis
+    projections: Mapping[str, str]  # layers' kernels, which can have adapters → `COLUMNS`, `ROWS` or `FUSED`
     # (config, name of a projection or embedding) -> standard deviation at initialisation
     initial_stddev: Callable[[Any, str], float]
     naming: Naming  # of the tensors in its folders
-    # (config) -> the limit of prompt plus completion tokens, if rotary positions have one; else None
+    # (config) -> the limit of prompt plus completion tokens, None without one
     longest: Callable[[Any], int | None] = lambda config: None
 
 
@@ -249,8 +246,7 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """Map rows [M, in], sorted by expert with sizes i32 [X], to [M, features]."""
-        shape = (self.experts, rows.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.zeros, shape)
+        kernel = self.param("kernel", nn.initializers.zeros, (self.experts, rows.shape[-1], self.features))
         return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
 
 
@@ -282,11 +278,14 @@ class MLP(nn.Module):
     output_scale: float
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, observations: jax.Array) -> jax.Array:
         """Map observations `[.., F]` to one number each, `[..]`."""
+        # Flatten to one matrix: on CPU a product with several leading axes, vmapped over seeds, takes 4 × as long.
+        x = observations.reshape(-1, observations.shape[-1])
         for width in self.hidden:
             x = jnp.tanh(nn.Dense(width, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
-        return nn.Dense(1, kernel_init=nn.initializers.orthogonal(self.output_scale))(x)[..., 0]
+        x = nn.Dense(1, kernel_init=nn.initializers.orthogonal(self.output_scale))(x)
+        return x.reshape(observations.shape[:-1])
 
 
 def make_mlp(features: int, *, hidden: Sequence[int] = (64,), output_scale: float = 0.01) -> Network:
@@ -297,13 +296,7 @@ def make_mlp(features: int, *, hidden: Sequence[int] = (64,), output_scale: floa
     near uniform. Without hidden layers the network is linear.
     """
     module = MLP(tuple(hidden), output_scale)
-
-    def init(key: jax.Array) -> PyTree:
-        return module.init(key, jnp.zeros((1, features)))["params"]
-
-    def apply(params: PyTree, observations: jax.Array) -> jax.Array:
-        # Flatten to one matrix: on CPU a product with several leading axes, vmapped over seeds, takes 4 × as long.
-        rows = observations.reshape(-1, features)
-        return module.apply({"params": params}, rows).reshape(observations.shape[:-1])
-
-    return Network(init, apply)
+    return Network(
+        init=lambda key: module.init(key, jnp.zeros((1, features)))["params"],
+        apply=lambda params, observations: module.apply({"params": params}, observations),
+    )

@@ -52,33 +52,21 @@ class Policy:
     Variables are ``{"params": tree}``, with ``"lora"`` for adapters; without that collection the same methods are the
     base model. Masks may be integers, as from tokenizers. ValueError if an adapter's target is not a projection of the
     architecture.
-
-    Attributes:
-        config: Shape and choices of the decoder.
-        compute_dtype: ``float32`` or ``bfloat16``; norms, rotary embeddings and softmax are always float32.
-        remat: Rematerialisation in the backward pass of `forward_group`. ``none`` keeps all activations; ``products``
-            recomputes attention and elementwise operations, not products with weights; ``layer`` keeps only the inputs
-            of layers.
-        lora: Configuration of the adapters; None without.
-        mesh: The devices that share the prompts, if there are several.
-        matmul_precision: Precision of matrix products and their gradients; see `precision_of`, `products`.
-        attn_implementation: ``eager`` computes scores and softmax as XLA products; ``auto`` uses Pallas kernels if
-            available (see `choose_attention`).
-        platform: Platform of the compiled methods (`platform_of`); by default that of JAX's first device.
-        source: The Hugging Face folder without weights; None unless `load_policy` made the policy.
-        variables: The weights as loaded, on their devices.
     """
 
-    config: ModelConfig
-    compute_dtype: str = "float32"
+    config: ModelConfig  # shape and choices of the decoder
+    compute_dtype: str = "float32"  # or bfloat16; norms, rotary embeddings and softmax are always float32
+    # rematerialisation in the backward pass of `forward_group`: `none` keeps all activations, `products` recomputes
+    # attention and elementwise operations, not products with weights, and `layer` keeps only the inputs of layers
     remat: str = "products"
-    lora: LoraConfig | None = None
-    mesh: jax.sharding.Mesh | None = None
-    matmul_precision: str | None = None
+    lora: LoraConfig | None = None  # configuration of the adapters; None without
+    mesh: jax.sharding.Mesh | None = None  # devices that share the prompts, if there are several
+    matmul_precision: str | None = None  # of products and their gradients; see `precision_of`, `products`
+    # `eager` computes scores and softmax as XLA products, `auto` uses Pallas kernels if available (`choose_attention`)
     attn_implementation: str = "auto"
-    platform: str = ""
-    source: hf.PolicyFolder | None = None
-    variables: Variables = dataclasses.field(default_factory=dict)
+    platform: str = ""  # of the compiled methods (`platform_of`); by default that of JAX's first device
+    source: hf.PolicyFolder | None = None  # the folder without weights; None unless `load_policy` made the policy
+    variables: Variables = dataclasses.field(default_factory=dict)  # the weights as loaded, on their devices
 
     def __post_init__(self):
         if not self.platform:
@@ -117,8 +105,8 @@ class Policy:
         mask = mask.astype(bool)
         prompts = prompt_context(self.config, mask, tokens, pictures)
         hidden, (keys, values) = self._run(variables, jnp.where(mask, tokens, 0), prompts.context)
-        positions = prompts.context.prompt.positions
-        return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, positions, prompts.lengths, prompts.advance)
+        tokens = prompts.context.prompt
+        return Prefix(hidden[:, -1], tuple(keys), tuple(values), tokens, prompts.lengths, prompts.advance)
 
     def decode_step(
         self, variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache
@@ -182,10 +170,8 @@ class Policy:
             context = group_context(self.config, prompts, inputs, mask[:, :, :-1], observations)
         else:
             context = packed_context(prompts, steps[:, :, 1:], mask[:, :, 1:])
-        row = jnp.concatenate(
-            [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
-        )
-        hidden, _ = self._run(variables, row, context)  # [P, L + G·(T-1), D]
+        rows = jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)
+        hidden, _ = self._run(variables, jnp.concatenate(rows, axis=1), context)  # [P, L + G·(T-1), D]
         length = prompt_mask.shape[1]
         first = jnp.broadcast_to(hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1]))
         rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
@@ -242,12 +228,9 @@ class Policy:
     ) -> tuple[jax.Array, jax.Array]:
         """Return each token's log-probability and the entropy of its distribution, both [P, G, T], at least float32.
 
-        Args:
-            hidden: [P, G, T, D] of ``forward_group``.
-            tokens: i32 [P, G, T].
-            trie: The allowed completions; it must not be traced.
-            nodes: i32 [P, G, T] with a trie, the node before each token; by default completions start at its root.
-            **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
+        `hidden` [P, G, T, D] is the result of ``forward_group``, `tokens` are i32 [P, G, T]. A `trie` holds the allowed
+        completions and must not be traced; `nodes` i32 [P, G, T] are then the nodes before each token, by default from
+        its root. `options` are temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
         """
         head, options = self.head(variables), options | {"softcap": self.config.logit_softcap}
         hidden = hidden.astype(self._narrowed(hidden.dtype))
@@ -335,8 +318,7 @@ class Policy:
     @property
     def max_positions(self) -> int | None:
         """Return the limit of prompt plus completion tokens (learned positions and LongRoPE); None without one."""
-        architecture = architecture_of(self.config)
-        return self.config.max_positions if architecture.learned_positions else architecture.longest(self.config)
+        return architecture_of(self.config).longest(self.config)
 
     @property
     def _fuses(self) -> bool:

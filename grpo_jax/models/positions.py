@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Cache, Context, Prefix, RowState, Tokens, VisionInput
+from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import PictureStates
 
 
@@ -18,13 +19,13 @@ class Places(NamedTuple):
     advance: jax.Array  # i32 [..], the position after the row's last token
 
 
-def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:
-    """Find the pictures of each row of tokens i32 [.., S] by their placeholder tokens, in order.
+def find_places(vision: VisionConfig, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
+    """Find the `pictures` [.., I, ..] of each row of tokens i32 [.., S] by their placeholder tokens, in order.
 
-    `grid` i32 [.., I, 2] holds each picture's rows and columns of merged tokens, (0, 0) for none. A row has one
-    placeholder for each merged token of its pictures. `capacity` is M, the states per picture.
+    A row has one placeholder for each merged token of its pictures.
     """
-    pictured = (tokens == image_token) & mask
+    grid, capacity = pictures.grid, pictures.states.shape[-2]
+    pictured = (tokens == vision.image_token) & mask
     number = jnp.cumsum(pictured, axis=-1, dtype=jnp.int32) - 1
     sizes = grid[..., 0] * grid[..., 1]
     ends = jnp.cumsum(sizes, axis=-1)
@@ -62,10 +63,9 @@ def prompt_context(
     prompt, lengths = Tokens(jnp.maximum(count - 1, 0), mask), count[:, -1]
     if pictures is None:
         return Prompts(Context(prompt.positions, prompt), lengths, lengths)
-    places = _places(config, tokens, mask, pictures)
-    return Prompts(
-        Context(places.positions, prompt, vision=_vision_input(pictures, places.index)), lengths, places.advance
-    )
+    places = find_places(config.vision, tokens, mask, pictures)
+    context = Context(places.positions, prompt, vision=_vision_input(pictures, places.index))
+    return Prompts(context, lengths, places.advance)
 
 
 def group_context(
@@ -82,7 +82,7 @@ def group_context(
         positions = jnp.broadcast_to((prompts.advance[:, None] + ahead)[:, None], (count, group, steps))
         index = jnp.full((count, group * steps), -1, jnp.int32)
     else:
-        places = _places(config, tokens, mask, observations)
+        places = find_places(config.vision, tokens, mask, observations)
         positions = prompts.advance[:, None, None, None] + places.positions
         index = _across_group(places.index, observations)
     return _followed(prompts.context, positions, completion, index, observations)
@@ -110,13 +110,12 @@ def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int
     positions = jnp.broadcast_to(prefix.advance[:, None] + cache.length, (len(prefix.lengths), group))
     slots = jnp.arange(cache.keys[0].shape[-1], dtype=jnp.int32)
     written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
-    prompt = Tokens(prefix.positions, prefix.mask)
     # Use a constant table: XLA would recompute sines and cosines in every layer, for every head of every token.
     with jax.ensure_compile_time_eval():
-        places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
+        places = jnp.arange(prefix.tokens.mask.shape[1] + len(slots), dtype=jnp.int32)
         table = jax.jit(architecture_of(config).rotation, static_argnums=0)(config, places)
     rotation = table and tuple(jnp.take(part, positions, axis=-2) for part in table)
-    return Context(positions, prompt, completion, written, cache.length, rotation)
+    return Context(positions, prefix.tokens, completion, written, cache.length, rotation)
 
 
 def extend_context(
@@ -138,24 +137,18 @@ def extend_context(
     held = jnp.cumsum(readable, axis=-1, dtype=jnp.int32)
     order = prefix.lengths[:, None, None] + held - readable
     completion = Tokens(jax.lax.dynamic_slice_in_dim(order, cache.length, steps, axis=2), mask)
-    prompt = Tokens(prefix.positions, prefix.mask)
     ahead = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     start = before.advance[..., None]
-    vision = None
-    advance = before.advance + ahead[..., -1]
+    vision, advance = None, before.advance + ahead[..., -1]
     positions = (start + ahead - mask).reshape(count, group * steps)
     if pictures is not None:
-        places = _places(config, tokens, mask, pictures)
+        places = find_places(config.vision, tokens, mask, pictures)
         positions = (start[..., None] + places.positions).reshape(count, group * steps, 3)
         vision = _vision_input(pictures, _across_group(places.index, pictures))
         advance = before.advance + places.advance
-    context = Context(positions, prompt, completion, Tokens(order, readable), cache.length, vision=vision)
+    cached = Tokens(order, readable)
+    context = Context(positions, prefix.tokens, completion, cached, cache.length, vision=vision)
     return context, RowState(readable, advance)
-
-
-def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
-    token, capacity = config.vision.image_token, pictures.states.shape[-2]
-    return find_places(tokens, mask, pictures.grid, image_token=token, capacity=capacity)
 
 
 def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:

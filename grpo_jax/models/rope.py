@@ -32,8 +32,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0  # multiplies sine and cosine (yarn's temperature)
     share: float = 1.0  # share of each head's dimensions that rotate, the first ones (partial_rotary_factor)
-    # numbers of frequencies for time, row and column, if positions have these three axes
-    sections: tuple[int, ...] = ()
+    sections: tuple[int, ...] = ()  # numbers of frequencies for time, row and column, if positions have these axes
     interleaved: bool = False  # whether the three axes alternate among the frequencies (Qwen3-VL)
 
 
@@ -145,32 +144,27 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
     hf_config.expect(kind in SCALINGS, "rope_type", f"one of {', '.join(SCALINGS)}", kind)
     if kind == "default":
         return RopeConfig(theta=float(theta))
-    original = (
-        fields.get("original_max_position_embeddings")
-        or scaling.get("original_max_position_embeddings")
-        or fields.get("max_position_embeddings", 0)
-    )
+    own = "original_max_position_embeddings"
+    original = fields.get(own) or scaling.get(own) or fields.get("max_position_embeddings", 0)
     factor = scaling.get("factor")
     if factor is None and kind == "yarn" and original:
         factor = (fields.get("max_position_embeddings") or original) / original
     given = {**scaling, "factor": factor, "max_position_embeddings": original or None}
     missing = [name for name in ("factor", *_NEEDED.get(kind, ())) if given.get(name) is None]
     hf_config.expect(not missing, "rope_parameters", f"{', '.join(missing)} with rope_type {kind!r}", scaling)
-    low, high = float(scaling.get("low_freq_factor") or 1.0), float(scaling.get("high_freq_factor") or 4.0)
-    rises = kind != "llama3" or low < high
-    hf_config.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
     hf_config.expect(kind != "yarn" or float(theta) > 1, "rope_theta", "a number above 1 with rope_type 'yarn'", theta)
-    temperature = scaling.get("attention_factor")  # of YaRN
-    if temperature is None:
-        temperature = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-    return RopeConfig(
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    rope = RopeConfig(
         theta=float(theta),
         scaling=kind,
         factor=float(factor),
         original_length=int(original) if kind in ("llama3", "yarn") else 0,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=float(temperature) if kind == "yarn" else 1.0,
+        **{name: float(scaling[name]) for name in names if scaling.get(name)},
     )
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    rises = kind != "llama3" or low < high
+    hf_config.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
+    temperature = scaling.get("attention_factor")
+    if temperature is None:
+        temperature = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    return dataclasses.replace(rope, attention_factor=float(temperature)) if kind == "yarn" else rope

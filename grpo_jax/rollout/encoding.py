@@ -19,7 +19,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf.chat import conversation_encoder, knows_option, picture_tokens
+from grpo_jax.models.hf.chat import conversation_encoder, knows_option
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
@@ -206,7 +206,7 @@ def _make_tokens_of(
         name: conversation_encoder(
             tokenizer,
             chat=chat,
-            tokens=None if vision is None else picture_tokens(vision),
+            vision=vision,
             vocab_size=vocab_size,
             **template_options(section, name),
         )
@@ -279,7 +279,7 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     if not np.delete(allowed, ends).any():
         raise UserError("data.forbidden_tokens: no token is left to write")
     if vision is not None:
-        allowed[list(picture_tokens(vision))] = False
+        allowed[list(vision.picture_tokens)] = False
     return allowed
 
 

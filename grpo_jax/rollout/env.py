@@ -207,7 +207,7 @@ def make_encode_observation(
     raises `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as
     for prompts. UserError if the template cannot continue after an observation.
     """
-    picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
+    picture = () if vision is None else vision.picture_tokens[:3]
     encode = observation_encoder(
         tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options
     )

@@ -132,7 +132,7 @@ class OwnBlock(nn.Module):
 
 
 OWN = GPT2_ARCHITECTURE._replace(
-    model_types=("own",), config=OwnConfig, block=OwnBlock,
+    model_types=("own",), block=OwnBlock,
     projections=dict.fromkeys("qkv", COLUMNS) | {"o": ROWS, "up": COLUMNS, "down": ROWS},
 )  # fmt: skip
 

@@ -250,7 +250,7 @@ SPOILT = {
 
 def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
     class Vision:
-        image_token, video_token, vision_start_token, vision_end_token, merged = 262, 263, 259, 260, 4
+        image_token, picture_tokens, merged = 262, (259, 262, 260, 263), 4
 
     files = spoilt(tmp_path)
     assert files.keys() == SPOILT.keys()

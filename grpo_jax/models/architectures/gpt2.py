@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -51,6 +52,7 @@ class GPT2Config:
     layer_norm_eps: float = 1e-5  # epsilon of every layer norm
     tie_word_embeddings: bool = True  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation at initialisation
+    model_type: ClassVar[str] = MODEL_TYPE
     vision: ClassVar[None] = None
     logit_softcap: ClassVar[None] = None
     embedding_scale: ClassVar[float] = 1.0
@@ -60,11 +62,6 @@ class GPT2Config:
         hf_config.expect(whole, "n_embd", f"a multiple of n_head={self.num_heads}", self.hidden_size)
         known = self.activation in ACTIVATIONS
         hf_config.expect(known, "activation_function", f"one of {tuple(ACTIVATIONS)}", self.activation)
-
-    @property
-    def model_type(self) -> str:
-        """Return Hugging Face's name of the architecture."""
-        return MODEL_TYPE
 
     @property
     def head_dim(self) -> int:
@@ -113,10 +110,7 @@ class GPT2Block(nn.Module):
     def setup(self):
         """Declare the layer's weights."""
         c = self.config
-
-        def projection(features: int) -> Projection:
-            return Projection(features, True, self.dtype, self.lora, self.products)
-
+        projection = partial(Projection, use_bias=True, dtype=self.dtype, lora=self.lora, products=self.products)
         self.ln_1 = LayerNorm(c.layer_norm_eps)
         self.c_attn = projection(3 * c.hidden_size)
         self.attn_c_proj = projection(c.hidden_size)
@@ -145,11 +139,11 @@ def _initial_stddev(config: GPT2Config, name: str) -> float:
 
 GPT2_ARCHITECTURE = Architecture(
     model_types=(MODEL_TYPE,),
-    config=GPT2Config,
     read=GPT2Config.from_hf,
     block=GPT2Block,
     final_norm=lambda config: LayerNorm(config.layer_norm_eps),
     learned_positions=True,
+    longest=lambda config: config.max_positions,
     rotation=lambda config, positions: None,
     layer_inputs=lambda config: LayerInput(),
     projections={"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS},

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from grpo_jax.models.attention import Context, LayerInput, LayerOutput, add_deep
 from grpo_jax.models.layers import (
     ACTIVATIONS,
     COLUMNS,
+    GATED_PROJECTIONS,
     ROWS,
     Architecture,
     Experts,
@@ -79,10 +81,8 @@ class DecoderConfig:
     activation: str = "silu"  # the MLP's gate, one of `layers.ACTIVATIONS`
     rms_norm_eps: float = 1e-6  # epsilon of every RMS norm
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)  # rotary embedding
-    # rotary embedding of each layer, None for a layer without; empty if all have `rope`
-    layer_ropes: tuple[RopeConfig | None, ...] = ()
-    # per layer, the positions that attention looks back (including itself), None for all
-    windows: tuple[int | None, ...] = ()
+    layer_ropes: tuple[RopeConfig | None, ...] = ()  # of each layer, None for a layer without; empty if all have `rope`
+    windows: tuple[int | None, ...] = ()  # positions that each layer looks back, with its own; None for all
     qkv_bias: bool = False  # biases on the query, key and value projections
     output_bias: bool = False  # bias on the attention's output projection
     mlp_bias: bool = False  # biases on the MLP's projections
@@ -128,20 +128,15 @@ class DecoderConfig:
         fields = _text_fields(config, model_type)
         shared = read_shared(fields, model_type, head_dim=128 if model_type in ("qwen3", "qwen3_vl") else None)
         hf_config.refuse_changed(fields, _neutral(fields, model_type), model_type)
-        attention_bias = bool(fields.get("attention_bias", False))
-        qwen2_like = model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
+        sees = model_type in VISION_TYPES
         return cls(
             **shared,
             rope=_rope(fields, model_type, shared["head_dim"] // 2),
             windows=_windows(fields, model_type),
-            qkv_bias=True if qwen2_like else attention_bias,
-            output_bias=False if qwen2_like else attention_bias,
             mlp_bias=model_type == "llama" and bool(fields.get("mlp_bias", False)),
             qk_norm=_QK_NORMS.get(model_type, ""),
             norms="post" if model_type == "olmo2" else "pre",
-            vision=read_vision(config, fields["vocab_size"], fields["hidden_size"])
-            if model_type in VISION_TYPES
-            else None,
+            vision=read_vision(config, fields["vocab_size"], fields["hidden_size"]) if sees else None,
         )
 
 
@@ -160,6 +155,7 @@ def read_shared(
     """
     neutral = {name: values for name, values in hf_config.NEUTRAL.items() if name not in honoured}
     fields = hf_config.check_fields(fields, {**_KINDS, **extra_kinds}, neutral, model_type, _REQUIRED)
+    bias, qwen2_like = bool(fields.get("attention_bias")), model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
     return {
         "vocab_size": fields["vocab_size"],
         "hidden_size": fields["hidden_size"],
@@ -170,6 +166,8 @@ def read_shared(
         "head_dim": fields.get("head_dim") or head_dim or _head_dim(fields),
         "activation": fields.get("hidden_act") or "silu",
         "rms_norm_eps": float(fields.get("rms_norm_eps", _DEFAULT_EPS.get(model_type, 1e-6))),
+        "qkv_bias": bias or qwen2_like,
+        "output_bias": bias and not qwen2_like,
         "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
         "max_positions": fields.get("max_position_embeddings"),
         "initializer_range": float(fields.get("initializer_range", 0.02)),
@@ -238,9 +236,8 @@ def typed_windows(fields: hf_config.ConfigJson, types: Sequence[str], window: in
     known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
     hf_config.expect(known, "layer_types", f"full_attention or sliding_attention for each of {layers} layers", types)
     slides = window is not None or "sliding_attention" not in types
-    hf_config.expect(
-        slides, "sliding_window", "a number, and use_sliding_window, for layers of sliding_attention", window
-    )
+    words = "a number, and use_sliding_window, for layers of sliding_attention"
+    hf_config.expect(slides, "sliding_window", words, window)
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
@@ -262,33 +259,82 @@ def _rope(fields: hf_config.ConfigJson, model_type: str, half: int) -> RopeConfi
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rotary embeddings, over prompts and completions at once (see ``attend_streams``)."""
+class LlamaBlock(nn.Module):
+    """One layer: grouped-query attention with rotary embeddings, and a gated MLP or a mixture of them.
+
+    Each is added to the states, with norms before, after, or on both sides of it.
+    """
 
     config: DecoderConfig
-    project: Callable[[int, bool], Projection]  # (features, whether there is a bias) -> a projection
-    implementation: str
+    dtype: jax.typing.DTypeLike
+    lora: LoraConfig | None = None
+    spread: Callable[[jax.Array], jax.Array] | None = None
+    attention: str = "rows"
+    products: str = ""
 
     def setup(self):
-        """Declare the projections and the norms of queries and keys."""
-        c = self.config
+        """Declare the layer's weights."""
+        c, m = self.config, self.config.mixture
+        project = partial(Projection, dtype=self.dtype, lora=self.lora, products=self.products)
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if c.fused:
-            self.qkv_proj = self.project(queries + 2 * keys, c.qkv_bias)
+            self.qkv_proj = project(queries + 2 * keys, c.qkv_bias)
         else:
-            self.q_proj = self.project(queries, c.qkv_bias)
-            self.k_proj = self.project(keys, c.qkv_bias)
-            self.v_proj = self.project(keys, c.qkv_bias)
-        self.o_proj = self.project(c.hidden_size, c.output_bias)
+            self.q_proj = project(queries, c.qkv_bias)
+            self.k_proj = project(keys, c.qkv_bias)
+            self.v_proj = project(keys, c.qkv_bias)
+        self.o_proj = project(c.hidden_size, c.output_bias)
         if c.qk_norm:
             self.q_norm = _norm(c)
             self.k_norm = _norm(c)
+        if m is not None:
+            self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
+            self.gate_experts = Experts(m.experts, m.width, self.dtype)
+            self.up_experts = Experts(m.experts, m.width, self.dtype)
+            self.down_experts = Experts(m.experts, c.hidden_size, self.dtype)
+        else:
+            if c.fused:
+                self.gate_up_proj = project(2 * c.intermediate_size, c.mlp_bias)
+            else:
+                self.gate_proj = project(c.intermediate_size, c.mlp_bias)
+                self.up_proj = project(c.intermediate_size, c.mlp_bias)
+            self.down_proj = project(c.hidden_size, c.mlp_bias)
+        if c.norms != "post":
+            self.input_layernorm = _norm(c)
+        self.post_attention_layernorm = _norm(c)
+        if c.norms == "both":
+            self.pre_feedforward_layernorm = _norm(c)
+        if c.norms != "pre":
+            self.post_feedforward_layernorm = _norm(c)
 
     def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
-        """Attend with states [P, S, D]; also returns keys and values to cache."""
-        query, key, value = self._heads(x, _rotation_of(layer_input, context))
+        """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
+        x = x if self.spread is None else self.spread(x)
+        mlp = self._mlp if self.config.mixture is None else self._mixture
+        match self.config.norms:
+            case "pre":
+                mixed, new = self._attend(self.input_layernorm(x), layer_input, context)
+                x = x + mixed
+                x = x + mlp(self.post_attention_layernorm(x))
+            case "both":
+                mixed, new = self._attend(self.input_layernorm(x), layer_input, context)
+                x = x + self.post_attention_layernorm(mixed)
+                x = x + self.post_feedforward_layernorm(mlp(self.pre_feedforward_layernorm(x)))
+            case "post":
+                mixed, new = self._attend(x, layer_input, context)
+                x = x + self.post_attention_layernorm(mixed)
+                x = x + self.post_feedforward_layernorm(mlp(x))
+        return add_deepstack(x, layer_input, context), new
+
+    def _attend(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
+        """Attend over prompts and completions at once (see ``attend_streams``), [P, S, D] to [P, S, D]."""
+        assert context.rotation is not None  # set by the decoder
+        cos, sin = context.rotation
+        if layer_input.rotation is not None:
+            cos, sin = (jnp.take(part, layer_input.rotation, axis=0) for part in (cos, sin))
+        query, key, value = self._heads(x, (cos, sin))
         softcap = self.config.attention_softcap
-        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.implementation)
+        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.attention)
         return self.o_proj(mixed), new  # mixed [P, S, H·E]
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -308,107 +354,18 @@ class Attention(nn.Module):
         cos, sin = (part[:, :, None] for part in rotation)
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
-
-class GatedMLP(nn.Module):
-    """The MLP down(activation(gate x) · up x)."""
-
-    config: DecoderConfig
-    project: Callable[[int, bool], Projection]
-
-    def setup(self):
-        """Declare the projections."""
-        c = self.config
-        if c.fused:
-            self.gate_up_proj = self.project(2 * c.intermediate_size, c.mlp_bias)
-        else:
-            self.gate_proj = self.project(c.intermediate_size, c.mlp_bias)
-            self.up_proj = self.project(c.intermediate_size, c.mlp_bias)
-        self.down_proj = self.project(c.hidden_size, c.mlp_bias)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map states [P, S, D] to [P, S, D]."""
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        """Compute down(activation(gate x) · up x), [P, S, D] to [P, S, D]."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
         return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
 
-
-class MixtureMLP(nn.Module):
-    """A mixture of gated MLPs: each token's experts, weighted by the router."""
-
-    config: DecoderConfig
-    mixture: Mixture
-    dtype: jax.typing.DTypeLike
-
-    def setup(self):
-        """Declare the router and the experts' projections."""
-        m = self.mixture
-        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
-        self.gate_experts = Experts(m.experts, m.width, self.dtype)
-        self.up_experts = Experts(m.experts, m.width, self.dtype)
-        self.down_experts = Experts(m.experts, self.config.hidden_size, self.dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map states [P, S, D] to [P, S, D]."""
+    def _mixture(self, x: jax.Array) -> jax.Array:
+        """Sum the MLPs of each token's experts, weighted by the router, [P, S, D] to [P, S, D]."""
         states = x.reshape(-1, x.shape[-1])
         weights, experts = self.router(states)
-        rows, order, sizes = sorted_by_expert(states, experts, self.mixture.experts)
+        rows, order, sizes = sorted_by_expert(states, experts, self.config.mixture.experts)
         inner = ACTIVATIONS[self.config.activation](self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
         return combine_experts(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
-
-
-class LlamaBlock(nn.Module):
-    """One layer: attention and MLP, each added to the states, with norms before, after, or on both sides of them."""
-
-    config: DecoderConfig
-    dtype: jax.typing.DTypeLike
-    lora: LoraConfig | None = None
-    spread: Callable[[jax.Array], jax.Array] | None = None
-    attention: str = "rows"
-    products: str = ""
-
-    def setup(self):
-        """Declare the layer's parts; their weights have the names of one flat layer."""
-        c = self.config
-
-        def project(features: int, use_bias: bool) -> Projection:
-            return Projection(features, use_bias, self.dtype, self.lora, self.products)
-
-        self.self_attn = Attention(c, project, self.attention)
-        self.mlp = GatedMLP(c, project) if c.mixture is None else MixtureMLP(c, c.mixture, self.dtype)
-        for part in (self.self_attn, self.mlp):
-            nn.share_scope(self, part)
-        if c.norms != "post":
-            self.input_layernorm = _norm(c)
-        self.post_attention_layernorm = _norm(c)
-        if c.norms == "both":
-            self.pre_feedforward_layernorm = _norm(c)
-        if c.norms != "pre":
-            self.post_feedforward_layernorm = _norm(c)
-
-    def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
-        """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
-        x = x if self.spread is None else self.spread(x)
-        match self.config.norms:
-            case "pre":
-                mixed, new = self.self_attn(self.input_layernorm(x), layer_input, context)
-                x = x + mixed
-                x = x + self.mlp(self.post_attention_layernorm(x))
-            case "both":
-                mixed, new = self.self_attn(self.input_layernorm(x), layer_input, context)
-                x = x + self.post_attention_layernorm(mixed)
-                x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-            case "post":
-                mixed, new = self.self_attn(x, layer_input, context)
-                x = x + self.post_attention_layernorm(mixed)
-                x = x + self.post_feedforward_layernorm(self.mlp(x))
-        return add_deepstack(x, layer_input, context), new
-
-
-def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
-    assert context.rotation is not None  # set by the decoder
-    if layer_input.rotation is None:
-        return context.rotation
-    cos, sin = (jnp.take(part, layer_input.rotation, axis=0) for part in context.rotation)
-    return cos, sin
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
@@ -436,21 +393,12 @@ def _layer_inputs(config: DecoderConfig) -> LayerInput:
         kinds = list(dict.fromkeys(config.layer_ropes))
         inputs = inputs._replace(rotation=jnp.array([kinds.index(rope) for rope in config.layer_ropes], jnp.int32))
     if any(window is not None for window in config.windows):
-        everything = jnp.iinfo(jnp.int32).max
-        windows = [everything if w is None else w for w in config.windows]
+        windows = [jnp.iinfo(jnp.int32).max if window is None else window for window in config.windows]
         inputs = inputs._replace(window=jnp.array(windows, jnp.int32))
     return inputs
 
 
-_PROJECTIONS = {
-    "q_proj": COLUMNS,
-    "k_proj": COLUMNS,
-    "v_proj": COLUMNS,
-    "o_proj": ROWS,
-    "gate_proj": COLUMNS,
-    "up_proj": COLUMNS,
-    "down_proj": ROWS,
-}
+ATTENTION_PROJECTIONS = dict.fromkeys(("q_proj", "k_proj", "v_proj"), COLUMNS) | {"o_proj": ROWS}
 
 NAMING = Naming(
     prefixes=("model.", "model.language_model.", "language_model.model.", "language_model.", ""),
@@ -458,8 +406,8 @@ NAMING = Naming(
     tensors={"embed_tokens": "embed_tokens", "norm": "norm"},
     layers="layers",
     modules={
-        **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
-        **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+        **{name: f"self_attn.{name}" for name in (*ATTENTION_PROJECTIONS, "qkv_proj", "q_norm", "k_norm")},
+        **{name: f"mlp.{name}" for name in (*GATED_PROJECTIONS, "gate_up_proj")},
         **{name: name for name in ("input_layernorm", "post_attention_layernorm")},
         **{name: name for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")},
     },
@@ -469,14 +417,13 @@ NAMING = Naming(
 
 LLAMA_ARCHITECTURE = Architecture(
     model_types=TEXT_TYPES,
-    config=DecoderConfig,
     read=DecoderConfig.from_hf,
     block=LlamaBlock,
     final_norm=_norm,
     learned_positions=False,
     rotation=_rotation,
     layer_inputs=_layer_inputs,
-    projections=_PROJECTIONS,
+    projections=ATTENTION_PROJECTIONS | GATED_PROJECTIONS,
     initial_stddev=lambda config, name: config.initializer_range,
     naming=NAMING,
 )

@@ -7,16 +7,14 @@ from typing import Any
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import llama
 from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window, typed_windows
-from grpo_jax.models.layers import COLUMNS, FUSED, ROWS
+from grpo_jax.models.layers import FUSED, ROWS
 from grpo_jax.models.rope import RopeConfig, read_rope
 
 # SmolLM3: Llama's layers, some of them without RoPE (NoPE; Bakouch et al. 2025, https://hf.co/blog/smollm3).
 
 SMOLLM3 = "smollm3"
 _SMOLLM3_DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
-_TURNS = hf_config.Kind(
-    "a list of 0 and 1", lambda value: isinstance(value, list | tuple) and all(v in (0, 1) for v in value)
-)
+_TURNS = hf_config.list_of(hf_config.Kind("", lambda value: value in (0, 1)), "a list of 0 and 1")
 _SMOLLM3_EXTRA_KINDS = {"no_rope_layers": _TURNS, "no_rope_layer_interval": hf_config.LAYERS}
 
 
@@ -24,8 +22,7 @@ def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a SmolLM3's ``config.json``; ValueErrors name the field."""
     fields = {**_SMOLLM3_DEFAULTS, **config}
     shared = read_shared(fields, SMOLLM3, extra_kinds=_SMOLLM3_EXTRA_KINDS, honoured=("no_rope_layers",))
-    turns, bias = _smollm_turns(fields), bool(fields.get("attention_bias", False))
-    rope = read_rope(fields, theta=2e6)
+    turns, rope = _smollm_turns(fields), read_rope(fields, theta=2e6)
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     windows = tuple(None if turned else window for turned in turns)  # only layers without RoPE have a window
     if fields.get("layer_types") is not None:
@@ -35,8 +32,6 @@ def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
         rope=rope,
         layer_ropes=() if all(turns) else tuple(rope if turned else None for turned in turns),
         windows=windows,
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=bool(fields.get("mlp_bias", False)),
     )
 
@@ -118,9 +113,6 @@ PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     model_types=(PHI3,),
     read=read_phi3,
     projections={"qkv_proj": FUSED, "o_proj": ROWS, "gate_up_proj": FUSED, "down_proj": ROWS},
-    naming=llama.NAMING._replace(
-        modules=llama.NAMING.modules | {"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
-    ),
     # Beyond it LongRoPE uses another table from the first token on: a completion would change its prompt's keys.
     longest=lambda config: config.rope.original_length or None,
 )
@@ -140,6 +132,8 @@ _QWEN3_MOE_DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_QWEN3_MOE_MODULES = {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+_QWEN3_MOE_MODULES |= {"router": "mlp.gate"}
 _EXPERTS = hf_config.whole(1, 2**14)
 _QWEN3_MOE_EXTRA_KINDS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), _EXPERTS),
@@ -153,22 +147,18 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
     fields = {**_QWEN3_MOE_DEFAULTS, **hf_config.not_null(config)}
     fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
-    shared = read_shared(
-        fields, QWEN3_MOE, extra_kinds=_QWEN3_MOE_EXTRA_KINDS, honoured=("num_experts", "num_local_experts")
-    )
+    honoured = ("num_experts", "num_local_experts")
+    shared = read_shared(fields, QWEN3_MOE, extra_kinds=_QWEN3_MOE_EXTRA_KINDS, honoured=honoured)
     dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
     # The layers are one stack, so all have the same kind, as in every published folder.
     hf_config.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
     hf_config.refuse_changed(fields, {"decoder_sparse_step": (1,)}, QWEN3_MOE)
     experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
     hf_config.expect(chosen <= experts, "num_experts_per_tok", f"at most num_experts={experts}", chosen)
-    bias = bool(fields.get("attention_bias", False))
     return DecoderConfig(
         **shared,
         rope=read_rope(fields),
         windows=same_window(fields, fields["sliding_window"] if fields.get("use_sliding_window") else None),
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm="head",
         mixture=Mixture(experts, chosen, fields["moe_intermediate_size"], bool(fields.get("norm_topk_prob", False))),
     )
@@ -177,12 +167,8 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
 QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     model_types=(QWEN3_MOE,),
     read=read_qwen3_moe,
-    projections={"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS, "o_proj": ROWS},
-    naming=llama.NAMING._replace(
-        modules=llama.NAMING.modules
-        | {"router": "mlp.gate"}
-        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
-    ),
+    projections=llama.ATTENTION_PROJECTIONS,
+    naming=llama.NAMING._replace(modules=llama.NAMING.modules | _QWEN3_MOE_MODULES),
 )
 
 
@@ -210,28 +196,14 @@ _GEMMA_EXTRA_KINDS = {
 
 def read_gemma2(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a Gemma 2's ``config.json``; ValueErrors name the field."""
-    fields = {**_SOFTCAPS, **config}
-    return _read_gemma(
-        fields,
-        GEMMA2,
-        pattern=2,
-        rope=read_rope(fields),
-        attention_softcap=_gemma_cap(fields, "attn_logit_softcapping"),
-        logit_softcap=_gemma_cap(fields, "final_logit_softcapping"),
-    )
+    return _read_gemma({**_SOFTCAPS, **config}, GEMMA2, pattern=2, rope=read_rope(config))
 
 
 def read_gemma3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a Gemma 3 text model's ``config.json``; layers with and without a window have different RoPE bases."""
     far, near = _gemma_ropes(config)
-    read = _read_gemma(
-        config,
-        GEMMA3,
-        pattern=config.get("sliding_window_pattern") or 6,
-        rope=far,
-        qk_norm="head",
-        logit_softcap=_gemma_cap(config, "final_logit_softcapping"),
-    )
+    pattern = config.get("sliding_window_pattern") or 6
+    read = _read_gemma(config, GEMMA3, pattern=pattern, rope=far, qk_norm="head")
     return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
 
 
@@ -243,23 +215,17 @@ def _read_gemma(fields: hf_config.ConfigJson, model_type: str, *, pattern: int, 
     shared = read_shared(fields, model_type, extra_kinds=_GEMMA_EXTRA_KINDS, honoured=honoured)
     names = ("full_attention", "sliding_attention")
     types = fields.get("layer_types", [names[(index + 1) % pattern != 0] for index in range(shared["num_layers"])])
-    bias = bool(fields.get("attention_bias", False))
     return DecoderConfig(
         **(shared | {"activation": fields["hidden_activation"]}),
         **choices,
+        attention_softcap=fields.get("attn_logit_softcapping"),
+        logit_softcap=fields.get("final_logit_softcapping"),
         windows=typed_windows(fields, types, fields["sliding_window"]),
-        qkv_bias=bias,
-        output_bias=bias,
         unit_offset=True,
         norms="both",
         attention_scale=float(fields["query_pre_attn_scalar"]) ** -0.5,
         embedding_scale=shared["hidden_size"] ** 0.5,
     )
-
-
-def _gemma_cap(fields: hf_config.ConfigJson, name: str) -> float | None:
-    hf_config.check_kinds(fields, {name: hf_config.POSITIVE})
-    return None if fields.get(name) is None else float(fields[name])
 
 
 def _gemma_ropes(fields: hf_config.ConfigJson) -> tuple[RopeConfig, RopeConfig]:

@@ -59,20 +59,6 @@ def _text_of(part: Part) -> str:
     return part.text if isinstance(part, Fixed) else part or ""
 
 
-class PictureTokens(NamedTuple):
-    """The tokens around a picture, and the placeholders for each of its merged tokens."""
-
-    start: int
-    picture: int
-    end: int
-    video: int
-
-
-def picture_tokens(vision: VisionConfig) -> PictureTokens:
-    """Return the picture tokens of a tower's config."""
-    return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
-
-
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids of all special tokens: named ones, reserved ones, chat markers and the like."""
     added = tokenizer.added_tokens_decoder.items()
@@ -221,11 +207,11 @@ def conversation_encoder(
     tokenizer: Tokenizer,
     *,
     chat: bool,
-    tokens: PictureTokens | None = None,
+    vision: VisionConfig | None = None,
     vocab_size: int | None = None,
     **switches: Json,
 ) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
-    """Make encode(messages, tokens of each picture) → the tokens of the prompt.
+    """Make encode(messages, tokens of each picture) → the tokens of the prompt; pictures need `vision`.
 
     As in transformers' processor, the template places each picture, which becomes one placeholder per merged token. If
     the template does not support pictures, their placeholders precede the text. UserError as in `texts_encoder`, or if
@@ -235,50 +221,43 @@ def conversation_encoder(
     template.
     """
     as_text: Callable[..., str] = functools.partial(render_chat, tokenizer, **switches) if chat else _continued
-    names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
-    mark = "".join(names)
-    knows_pictures = (
-        chat
-        and tokens is not None
-        and _shows_pictures(lambda content: as_text([{"role": "user", "content": content}]), names[1])
-    )
-    further = () if tokens is None else tokens
-    encoders: dict[tuple[object, ...], Callable[[Sequence[str]], list[int]]] = {}
+    marks = () if vision is None else vision.picture_tokens
+    names = tokenizer.convert_ids_to_tokens(list(marks[:3]))
+    mark, in_parts = "".join(names), False
+    if chat and vision is not None:
+        in_parts = _shows_pictures(lambda content: as_text([{"role": "user", "content": content}]), names[1])
 
-    def content(parts: Sequence[Part]) -> Json:
-        if knows_pictures and PICTURE in parts:
-            return _content_parts(parts)
-        return "".join(mark if part is PICTURE else _text_of(part) for part in parts)
+    @functools.cache
+    def encoder_of(form: tuple[Message, ...], count: int) -> Callable[[Sequence[str]], list[int]]:
+        """Make the encoder of `count` texts in conversations of this form, whose own texts are empty."""
 
-    def encoder_of(messages: Sequence[Message], count: int) -> Callable[[Sequence[str]], list[int]]:
         def rendered(texts: Sequence[str]) -> str:
             rest = iter(texts)
             turns = []
-            for message in messages:
+            for message in form:
                 parts = [next(rest) if isinstance(part, str) else part for part in message.parts]
-                turns.append({"role": message.role, "content": content(parts)})
+                text = "".join(mark if part is PICTURE else _text_of(part) for part in parts)
+                content = _content_parts(parts) if in_parts and PICTURE in parts else text
+                turns.append({"role": message.role, "content": content})
             return as_text(turns)
 
         return texts_encoder(
-            tokenizer, rendered, count, add_special_tokens=not chat, vocab_size=vocab_size, further_marks=further
+            tokenizer, rendered, count, add_special_tokens=not chat, vocab_size=vocab_size, further_marks=marks
         )
 
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
-        parts = [part for message in messages for part in message.parts]
-        texts = [part for part in parts if isinstance(part, str)]
-        # The texts of a conversation change from row to row, its structure does not.
-        form = tuple((message.role, *("" if isinstance(p, str) else p for p in message.parts)) for message in messages)
-        if form not in encoders:
-            encoders[form] = encoder_of(messages, len(texts))
-        ids = encoders[form](texts)
-        if tokens is None:
+        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+        # The texts of a conversation change from row to row, its form does not.
+        form = tuple(Message(m.role, tuple("" if isinstance(p, str) else p for p in m.parts)) for m in messages)
+        ids = encoder_of(form, len(texts))(texts)
+        if vision is None:
             return ids
-        if ids.count(tokens.picture) != len(lengths):
+        if ids.count(vision.image_token) != len(lengths):
             raise UserError(
                 f"prompt {short_repr(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's "
-                f"chat template writes {ids.count(tokens.picture)} placeholders: fix or replace it"
+                f"chat template writes {ids.count(vision.image_token)} placeholders: fix or replace it"
             )
-        return _repeated(ids, tokens.picture, lengths)
+        return _repeated(ids, vision.image_token, lengths)
 
     return encode
 

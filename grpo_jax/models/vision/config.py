@@ -1,7 +1,6 @@
 """Vision towers of Qwen-VL: shape and choices, read from a folder's ``config.json``."""
 
 import dataclasses
-import math
 from typing import Any
 
 from grpo_jax.models import hf_config
@@ -27,8 +26,7 @@ class VisionConfig:
     frames: int = 2  # frames in a patch, all equal for a still picture
     channels: int = 3  # channels of a pixel
     merge: int = 2  # patches along the side of a merged token
-    # merged tokens along the side of an attention window; None if all layers see the whole picture
-    window: int | None = None
+    window: int | None = None  # merged tokens along the side of an attention window; None without windows
     full_attention_layers: tuple[int, ...] = ()  # layers that see the whole picture, if there are windows
     # layers whose states are also added after the first layers of the language model, ascending
     deepstack_layers: tuple[int, ...] = ()
@@ -59,14 +57,14 @@ class VisionConfig:
         return self.channels * self.frames * self.patch**2
 
     @property
+    def picture_tokens(self) -> tuple[int, int, int, int]:
+        """Return the tokens before, of and after a picture, and a video's."""
+        return self.vision_start_token, self.image_token, self.vision_end_token, self.video_token
+
+    @property
     def merged(self) -> int:
         """Return the patches in a merged token."""
         return self.merge**2
-
-    @property
-    def side(self) -> int:
-        """Return the side of the square of learned positions."""
-        return math.isqrt(self.positions)
 
 
 # Other names of the same fields, in transformers or in hub folders.
@@ -148,6 +146,9 @@ def read_vision(config: hf_config.ConfigJson, vocab_size: int, hidden_size: int)
 def _read_shape(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     fields = _read_fields(raw, model_type)
     window = fields.get("window_size")
+    if window is not None:
+        window = window // fields["spatial_merge_size"] // fields["patch_size"]
+        hf_config.expect(window >= 1, "window_size", "a merged token or more", fields["window_size"])
     return {
         "depth": fields["depth"],
         "width": fields.get("embed_dim", fields["hidden_size"]),
@@ -159,7 +160,7 @@ def _read_shape(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
         "frames": fields["temporal_patch_size"],
         "channels": fields["in_channels"],
         "merge": fields["spatial_merge_size"],
-        "window": window and _window(window, fields),
+        "window": window,
         # Keep only existing layers: transformers' default list is for 32 layers.
         "full_attention_layers": tuple(
             layer for layer in range(fields["depth"]) if layer in fields.get("fullatt_block_indexes", ())
@@ -182,12 +183,6 @@ def _read_fields(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     neutral |= {"model_type": (model_type, f"{model_type}_vision"), "head_dim": (head_dim,)}
     hf_config.refuse_changed(present, neutral, model_type)
     return fields | {name: present[name] for name in ("rope_parameters", "rope_theta") if name in present}
-
-
-def _window(size: int, fields: hf_config.ConfigJson) -> int:
-    tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
-    hf_config.expect(tokens >= 1, "window_size", "a merged token or more", size)
-    return tokens
 
 
 def _theta(fields: hf_config.ConfigJson) -> float:

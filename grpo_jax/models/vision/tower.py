@@ -13,6 +13,7 @@ from grpo_jax.models.layers import (
     ACTIVATIONS,
     COLUMNS,
     FUSED,
+    GATED_PROJECTIONS,
     ROWS,
     LayerNorm,
     Projection,
@@ -43,8 +44,7 @@ class Layout(NamedTuple):
 
     present: jax.Array  # bool [N, S], False on padding
     rotation: tuple[jax.Array, jax.Array]  # cosine and sine of the patches' positions, each float32 [N, S, E/2]
-    # i32 [N, W, B], merged tokens of each attention window, padded with M; or None
-    windows: jax.Array | None = None
+    windows: jax.Array | None = None  # i32 [N, W, B], merged tokens of each attention window, padded with M
     slots: jax.Array | None = None  # i32 [N, M], index of each merged token in the concatenated windows; or None
 
 
@@ -134,10 +134,7 @@ class TowerBlock(nn.Module):
         """Declare the layer's weights."""
         c = self.config
         architecture = TOWERS[c.model_type]
-
-        def projection(features: int) -> Projection:
-            return Projection(features, True, self.dtype, self.lora)
-
+        projection = partial(Projection, use_bias=True, dtype=self.dtype, lora=self.lora)
         self.norm1 = architecture.norm(c.epsilon)
         self.norm2 = architecture.norm(c.epsilon)
         self.qkv = projection(3 * c.width)
@@ -200,11 +197,12 @@ class Merger(nn.Module):
         return Projection(c.out, True, self.dtype, name="fc2")(x)
 
 
-def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
+def interpolated(table: jax.Array, where: PatchPlaces, grid: jax.Array) -> jax.Array:
     """Interpolate learned positions bilinearly, float32 [N, S, D]; the corners of table and picture coincide.
 
-    `table` [positions, D] holds a square of this side row by row.
+    The largest square in `table` [positions, D] is read row by row.
     """
+    side = math.isqrt(len(table))
 
     def taps(index: jax.Array, size: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         place = index.astype(jnp.float32) * (side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32)
@@ -227,8 +225,7 @@ class TowerArchitecture(NamedTuple):
     gated: bool  # whether a layer's MLP is gated
     norm: type[nn.Module]  # its norms, made as norm(epsilon)
     patch_bias: bool  # whether the map from pixels to states has a bias
-    # names of the layers' kernels, which can have adapters → their sharding
-    projections: Mapping[str, str]
+    projections: Mapping[str, str]  # names of the layers' kernels, which can have adapters → their sharding
     names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the index in a stack
 
 
@@ -245,7 +242,6 @@ def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str,
 
 _PLAIN_MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
 _QWEN3_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
-_GATED_MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
 
 _QWEN2_VL = TowerArchitecture(
     gated=False,
@@ -259,8 +255,8 @@ TOWERS: dict[str, TowerArchitecture] = {
     "qwen2_5_vl": _QWEN2_VL._replace(
         gated=True,
         norm=RMSNorm,
-        projections={"qkv": FUSED, "proj": ROWS, **_GATED_MLP},
-        names=names_of({name: name for name in _GATED_MLP}, _PLAIN_MERGER),
+        projections={"qkv": FUSED, "proj": ROWS, **GATED_PROJECTIONS},
+        names=names_of({name: name for name in GATED_PROJECTIONS}, _PLAIN_MERGER),
     ),
     "qwen3_vl": _QWEN2_VL._replace(
         patch_bias=True,
@@ -300,7 +296,7 @@ class Tower(nn.Module):
         where = places(grid, patches.shape[1], c.merge)
         x = self.patch_embed(patches.astype(self.dtype))
         if c.positions:
-            x = x + interpolated(self.pos_embed, c.side, where, grid).astype(self.dtype)
+            x = x + interpolated(self.pos_embed, where, grid).astype(self.dtype)
         layout = Layout(where.present, patch_rotation(c, where))
         if c.window is not None:
             windows, slots = window_slots(windows, patches.shape[1] // c.merged)
@@ -340,21 +336,13 @@ def encode_pictures(tower: Tower, variables: Variables, pictures: Pictures) -> P
     ``variables["lora"]["visual"]``, if any.
     """
     collections = {"params": tower_params(variables)}
-    adapters = variables.get("lora", {}).get(VISUAL)
-    if adapters is not None:
+    if adapters := variables.get("lora", {}).get(VISUAL):
         collections["lora"] = adapters
     lead = pictures.grid.shape[:-1]
-
-    def flat(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jnp.asarray(x).reshape(-1, *x.shape[len(lead) :])
-
-    states, deepstack = tower.apply(collections, *map(flat, pictures))
-
-    def apart(x: jax.Array) -> jax.Array:
-        return x.reshape(*lead, *x.shape[1:])
-
-    grid = jnp.asarray(pictures.grid) // tower.config.merge
-    return PictureStates(apart(states), grid, tuple(map(apart, deepstack)))
+    flat = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[len(lead) :]), pictures)
+    result = tower.apply(collections, *flat)
+    states, deepstack = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), result)
+    return PictureStates(states, jnp.asarray(pictures.grid) // tower.config.merge, deepstack)
 
 
 def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:

@@ -14,6 +14,7 @@ from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.models.positions import find_places  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
+from grpo_jax.models.vision.pictures import PictureStates  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Two pictures with text between them, one that is long, none.
@@ -77,9 +78,8 @@ def test_positions_are_those_of_get_rope_index(world):
     tokens, mask = prompts()
     rows = tiny.draw(world.config, GRIDS)
     pictures = tiny.packed(rows, world.config)
-    found = find_places(
-        jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(pictures.grid) // 2, image_token=90, capacity=16
-    )
+    states = PictureStates(jnp.zeros((*pictures.grid.shape[:-1], 16, 1)), jnp.asarray(pictures.grid) // 2)
+    found = find_places(world.config, jnp.asarray(tokens), jnp.asarray(mask), states)
     ids = torch.tensor(tokens, dtype=torch.long)
     expected, deltas = world.torch.model.get_rope_index(
         ids,

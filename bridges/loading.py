@@ -64,13 +64,13 @@ def load_config(path: str) -> PretrainedConfig:
     return load_part(AutoConfig, path)
 
 
-def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
-    """Load a model in evaluation from a folder or hub id; UserError unless it holds all weights as safetensors."""
+def load_complete(kind: Any, path: str, *, dtype: str, device: str) -> PreTrainedModel:
+    """Load a model onto "cpu" or "gpu:N"; UserError unless the folder or hub id holds all weights as safetensors."""
     options = {"dtype": DTYPES[dtype], "use_safetensors": True, "output_loading_info": True}
     model, info = load_part(kind, path, **options)
     if missing := sorted(info["missing_keys"]):  # transformers initialises them randomly
         raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False).to(torch_device(device))
 
 
 def first_line(error: BaseException) -> str:
@@ -105,8 +105,7 @@ def quiet_loading() -> Iterator[None]:
         module.disable_progress_bar()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(disabled)

@@ -57,11 +57,7 @@ def import_ray(*, starts: bool = False) -> Any:
 
 
 def join(
-    address: str | None,
-    *,
-    cards: Sequence[str] | None = None,
-    object_store: int | None = None,
-    for_run: bool = False,
+    address: str | None, *, cards: Sequence[str] | None = None, object_store: int | None = None, for_run: bool = False
 ) -> None:
     """Join the cluster at HOST:PORT, or start a local one; a process stays on its cluster.
 

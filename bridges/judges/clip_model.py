@@ -28,22 +28,21 @@ class ClipModel(ModelJudge):
         from transformers import AutoTokenizer, CLIPModel
 
         from bridges.clip import Scorer
-        from bridges.loading import DTYPES, load_complete, load_config, load_part, torch_device
+        from bridges.loading import DTYPES, load_complete, load_config, load_part
 
         config = load_config(self.path)
         self.check_config(config)
         window = config.text_config.max_position_embeddings
         options = {"padding": "max_length", "truncation": True, "max_length": window, "return_tensors": "pt"}
-        target = torch_device(device)
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer")
         preprocess = self._preprocess()
-        model = load_complete(CLIPModel, self.path, dtype=self.dtype).to(target)
+        model = load_complete(CLIPModel, self.path, dtype=self.dtype, device=device)
         return Scorer(
             _Towers(model),
             lambda texts: tokenizer(texts, **options).input_ids,
             preprocess,
             name=self.path,
-            device=target,
+            device=model.device,
             dtype=DTYPES[self.dtype],
             batch_size=self.batch_size,
         )

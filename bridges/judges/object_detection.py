@@ -54,14 +54,13 @@ class ObjectDetection(ModelJudge):
         """Load the detector on "cpu" or "gpu:N"; UserError without one, or without safetensors of all weights."""
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
-        from bridges.loading import load_complete, load_part, torch_device
+        from bridges.loading import load_complete, load_part
 
-        target = torch_device(device)
         processor = load_part(AutoImageProcessor, self.path, "image processor")
         detects = hasattr(processor, "post_process_object_detection")
         require(detects, self.path, "a model that detects objects", f"a {type(processor).__name__}")
-        model = load_complete(AutoModelForObjectDetection, self.path, dtype=self.dtype).to(target)
-        return Detector(self, model, processor, target)
+        model = load_complete(AutoModelForObjectDetection, self.path, dtype=self.dtype, device=device)
+        return Detector(self, model, processor)
 
 
 @dataclass(eq=False, repr=False)
@@ -71,10 +70,9 @@ class Detector:
     _config: ObjectDetection
     _model: PreTrainedModel
     _processor: BaseImageProcessor
-    device: torch.device
 
     def __post_init__(self) -> None:
-        labels = self._model.config.id2label
+        self.device, labels = self._model.device, self._model.config.id2label
         self.names = tuple(labels[number] for number in sorted(labels))
 
     def __str__(self) -> str:

@@ -12,8 +12,6 @@ from grpo_jax.errors import UserError
 if TYPE_CHECKING:
     from bridges.clip import Preprocess, Scorer
 
-PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
 
 class OpenClip(Judge):
     """Score pictures and texts by their similarity in CLIP's space."""
@@ -44,7 +42,7 @@ class OpenClip(Judge):
             model = open_clip.create_model(
                 name,
                 pretrained=self.pretrained,
-                precision=PRECISIONS[self.dtype],
+                precision={"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[self.dtype],
                 device=target,
                 # some published weights need the other GELU: open_clip only warns, and scores suffer
                 force_quick_gelu=bool(tag.get("quick_gelu")),

@@ -40,18 +40,18 @@ class SequenceClassification(ModelJudge):
         """Load the model on "cpu" or "gpu:N"; UserError without such a model, label or safetensors."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        from bridges.loading import load_complete, load_config, load_part, torch_device
+        from bridges.loading import load_complete, load_config, load_part
 
         config = load_config(self.path)
-        target, column = torch_device(device), self._column(config)
+        column = self._column(config)
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer", padding_side="right", truncation_side="left")
-        model = load_complete(AutoModelForSequenceClassification, self.path, dtype=self.dtype).to(target)
+        model = load_complete(AutoModelForSequenceClassification, self.path, dtype=self.dtype, device=device)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         # a decoder's score is read at the last token that is not padding
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         limits = (self.max_tokens, tokenizer.model_max_length, getattr(config, "max_position_embeddings", 2**31))
-        return RewardModel(self, model, tokenizer, target, column, int(min(limits)))
+        return RewardModel(self, model, tokenizer, model.device, column, int(min(limits)))
 
     def _column(self, config: PretrainedConfig) -> int:
         """Return the index of the model's output for the reward."""
@@ -112,14 +112,12 @@ class RewardModel:
 
     def _texts(self, conversation: Sequence[Message], completion: str) -> tuple[str, ...]:
         """Render a conversation and its completion with the chat template; without one, return a pair of texts."""
-        messages = [{**message, "content": _text_of(message)} for message in conversation]
+        messages = []
+        for message in conversation:
+            content = message["content"]  # a text, or parts, among them pictures
+            text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            messages.append({**message, "content": text})
         if not self._tokenizer.chat_template:
             return "\n\n".join(message["content"] for message in messages), completion
         messages.append({"role": "assistant", "content": completion})
         return (self._tokenizer.apply_chat_template(messages, tokenize=False),)
-
-
-def _text_of(message: Message) -> str:
-    """Return a message's text, without its pictures."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -45,24 +45,23 @@ class Vqa(ModelJudge):
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        from bridges.loading import load_complete, load_part, torch_device
+        from bridges.loading import load_complete, load_part
 
-        target = torch_device(device)
         processor = load_part(AutoProcessor, self.path, "processor")
         require(
             hasattr(processor, "image_processor"), self.path, "a model that sees pictures", type(processor).__name__
         )
         require(processor.chat_template, self.path, "a model with a chat template", None)
         processor.tokenizer.padding_side = "left"  # so that all rows end before the reply
-        model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype).to(target)
-        return Answerer(self, model, processor, target)
+        model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype, device=device)
+        return Answerer(self, model, processor)
 
 
 class Answerer:
     """A loaded image-text-to-text model."""
 
-    def __init__(self, config: Vqa, model: PreTrainedModel, processor: ProcessorMixin, device: torch.device):
-        self.device = device
+    def __init__(self, config: Vqa, model: PreTrainedModel, processor: ProcessorMixin):
+        self.device = model.device
         self.name = config.path
         self._config = config
         self._model = model

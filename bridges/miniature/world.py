@@ -176,10 +176,9 @@ def prompts(name: str, split: str, count: int) -> list[dict]:
 # ------------------------------------------------------------------------------------------------ the hidden lens
 #
 # A lens is drawn from a picture's seed: the same for every picture of that seed, unknown from the words, plain in the
-# picture. It turns the colours round two wheels by some places, and in half of all cases mirrors left and right. Any
-# colour of a wheel comes out equally often: a guess is right in a quarter of cases. Words and picture together reveal
-# the lens, and with it the words that undo it. In half of the turns these are neither the words that were said nor
-# those of what is seen, so that neither repeating nor describing is enough.
+# picture. It turns the colours round two wheels by some places, and in half of all cases mirrors left and right. A
+# guess is right in a quarter of cases. Words and picture together reveal the lens, and with it the words that undo it.
+# In half of the turns these are neither the words that were said nor those of what is seen.
 #
 # A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline):
 # edges and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
@@ -229,8 +228,7 @@ def look(images: Images, lenses: Sequence[Lens]) -> Images:
     for turn in {lens.turn for lens in lenses if lens.turn}:
         rows = [i for i, lens in enumerate(lenses) if lens.turn == turn]
         images[rows] = _turned_pixels(images[rows], Lens(turn))
-    rows = [i for i, lens in enumerate(lenses) if lens.mirrored]
-    if rows:
+    if rows := [i for i, lens in enumerate(lenses) if lens.mirrored]:
         images[rows] = images[rows][..., list(range(images.shape[-1]))[::-1]]
     return images
 

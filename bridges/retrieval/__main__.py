@@ -1,9 +1,11 @@
 """`python -m bridges.retrieval serve`: a retrieval service on a Ray cluster, until Ctrl-C."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from bridges import ray_cluster
 from bridges.ray_pool import start_actors
@@ -29,7 +31,8 @@ def serve(arguments: Sequence[str]) -> None:
     ray_cluster.join(pool.address, object_store=256 * 2**20)  # it holds only queries and counts
     if service.find_actor(0) is not None:
         raise UserError("a retrieval service runs on this cluster already")
-    index = encoders.open_index(titles, encoders.load_encoder(asked.encoder, titles), encoders.cache_folder())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "grpo_jax", "retrieval")
+    index = encoders.open_index(titles, encoders.load_encoder(asked.encoder, titles), cache)
     actors = start_actors(service.SERVICE, service.RankService(str(index.folder), asked.encoder), pool, named=True)
     try:
         backend = service.RayBackend(None, actors)

@@ -57,26 +57,23 @@ def read_table(
     text = io.StringIO(read_text(path, MOST_BYTES), newline="")
     tabs = Path(path).suffix.lower() == ".tsv"
     reader = csv.reader(text, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(text, strict=True)
-    header: list[str] | None = None
     try:
-        for fields in reader:
-            if not any(field.strip() for field in fields):
-                continue
-            if header is None:
-                header = [field.strip() for field in fields]
-                absent = [name for name in needs if name not in header and PUBLISHED.get(name) in header]
-                columns = {name: PUBLISHED[name] for name in absent} | dict(columns)
-                for name in needs:
-                    if columns.get(name, name) not in header:
-                        raise UserError(
-                            f"{path}: the header has no column {columns.get(name, name)!r}, it says {header}: rename "
-                            f"it with --data.columns.{name} NAME; {'tabs' if tabs else 'commas'} separate columns"
-                        )
-                continue
-            if len(fields) != len(header):
-                problems.add(
-                    f"line {reader.line_num}: expected {len(header)} fields as in the header, got {len(fields)}"
+        rows = (fields for fields in reader if any(field.strip() for field in fields))
+        header = [field.strip() for field in next(rows, ())]
+        if not header:
+            return
+        absent = [name for name in needs if name not in header and PUBLISHED.get(name) in header]
+        columns = {name: PUBLISHED[name] for name in absent} | dict(columns)
+        for name in needs:
+            if columns.get(name, name) not in header:
+                raise UserError(
+                    f"{path}: the header has no column {columns.get(name, name)!r}, it says {header}: rename "
+                    f"it with --data.columns.{name} NAME; {'tabs' if tabs else 'commas'} separate columns"
                 )
+        for fields in rows:
+            if len(fields) != len(header):
+                expected = f"expected {len(header)} fields as in the header"
+                problems.add(f"line {reader.line_num}: {expected}, got {len(fields)}")
                 continue
             row = dict(zip(header, fields, strict=True))
             renamed = {name: row[old] for name, old in columns.items() if old in row}

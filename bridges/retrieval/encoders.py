@@ -6,7 +6,6 @@ encodes the same batches, so a resumed run gets the scores of an uninterrupted o
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -95,8 +94,7 @@ class SentenceEncoder:
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Encode texts as f32 [B, width], rows of length 1, or 0 if a text is blank."""
         vectors = np.zeros((len(texts), self._width), np.float32)
-        nonempty = [row for row, text in enumerate(texts) if text.strip()]
-        if nonempty:
+        if nonempty := [row for row, text in enumerate(texts) if text.strip()]:
             vectors[nonempty] = self._model.encode(
                 [texts[row] for row in nonempty],
                 batch_size=len(nonempty),
@@ -175,11 +173,6 @@ class Index(NamedTuple):
     fingerprint: Fingerprint
     folder: Path | None
     titles: Sequence[str] = ()  # as in the folder
-
-
-def cache_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/grpo_jax/retrieval`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_jax" / "retrieval"
 
 
 def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:

@@ -14,8 +14,7 @@ import torch
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MARGIN = 0.25
-"""Tolerated excess of floats beyond [0, 1], as for pictures of the data."""
+MARGIN = 0.25  # tolerated excess of floats beyond [0, 1], as for pictures of the data
 
 
 class Settings(Protocol):
@@ -31,7 +30,6 @@ class Settings(Protocol):
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of the prepared picture."""
-        ...
 
 
 def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -50,7 +48,14 @@ def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, 
         (torch.tensor(values, device=images.device) * (1.0 / settings.rescale)).view(-1, 1, 1)
         for values in (settings.mean, settings.deviation)
     )
-    return _patched(images.sub_(mean).div_(deviation), settings)
+    images = images.sub_(mean).div_(deviation)
+    # Patches are ordered by merged block; a still picture fills all frames of a patch.
+    patch, merge, frames = settings.patch, settings.merge, settings.frames
+    count, channels, height, width = images.shape
+    rows, columns = height // patch, width // patch
+    blocks = images.view(count, channels, rows // merge, merge, patch, columns // merge, merge, patch)
+    blocks = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, frames, -1, -1)
+    return blocks.reshape(count, rows * columns, channels * frames * patch * patch), (rows, columns)
 
 
 def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
@@ -72,13 +77,3 @@ def to_pillow(images: torch.Tensor) -> list[Image]:
     from PIL import Image
 
     return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
-
-
-def _patched(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Order patches by merged block; a still picture fills all frames of a patch."""
-    patch, merge, frames = settings.patch, settings.merge, settings.frames
-    count, channels, height, width = images.shape
-    rows, columns = height // patch, width // patch
-    blocks = images.view(count, channels, rows // merge, merge, patch, columns // merge, merge, patch)
-    blocks = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, frames, -1, -1)
-    return blocks.reshape(count, rows * columns, channels * frames * patch * patch), (rows, columns)

@@ -16,8 +16,7 @@ import jax
 
 from grpo_jax.errors import UserError
 
-POLICY = "policy"
-"""The part that JAX runs; all others are judges, which torch runs."""
+POLICY = "policy"  # the part that JAX runs; all others are judges, which torch runs
 
 Placement = dict[str, str]
 """Device of each part, or its request: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""

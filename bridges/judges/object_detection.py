@@ -31,8 +31,7 @@ NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": 
 # GenEval's own numbers: score of an object to count, gap of neighbours as a share of their sizes, objects of a kind
 COUNTING_THRESHOLD, POSITION_THRESHOLD, MOST_OBJECTS = 0.9, 0.1, 16
 
-Box = Sequence[float]
-"""Left, top, right and bottom in pixels."""
+Box = Sequence[float]  # left, top, right and bottom in pixels
 
 
 class ObjectDetection(ModelJudge):

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 
-PROMPT = "{prompt}"
-"""In a question, the place of the user's prompt."""
+PROMPT = "{prompt}"  # in a question, the place of the user's prompt
 
 
 class Vqa(ModelJudge):

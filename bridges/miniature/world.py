@@ -20,8 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-SIZE = 32
-"""Height and width of a picture in pixels."""
+SIZE = 32  # height and width of a picture in pixels
 
 ATTRIBUTES = ("shape", "colour", "size", "position", "background", "sharpness")
 PALETTE = {
@@ -66,8 +65,7 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) ->
     if shape == "triangle":
         side = np.abs(x) * np.cos(np.pi / 6) - (y - 0.2 * r) * np.sin(np.pi / 6)
         return np.maximum(side - 0.6 * r, y - 0.8 * r)
-    # A star is one edge, repeated for each of its ten half-points.
-    turn = 2 * np.pi / 5
+    turn = 2 * np.pi / 5  # a star is one edge, repeated for each of its ten half-points
     angle = np.abs((np.arctan2(x, -y) + turn / 2) % turn - turn / 2)
     px, py = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
     tip, ix, iy = 1.12 * r, 0.45 * r * np.cos(turn / 2), 0.45 * r * np.sin(turn / 2)

@@ -20,8 +20,7 @@ from grpo_jax.errors import StopRun
 
 _log = logging.getLogger(__name__)
 
-PAUSES = (1.0, 2.0)
-"""Seconds before the second and the third attempt of a call."""
+PAUSES = (1.0, 2.0)  # seconds before the second and the third attempt of a call
 
 
 class Backend(Protocol):
@@ -31,7 +30,6 @@ class Backend(Protocol):
 
     def count(self, parts: Sequence[Queries]) -> list[Counts]:
         """Count over the whole catalogue for each part of a call; RetrievalError on failure."""
-        ...
 
 
 class Retriever:

@@ -10,8 +10,7 @@ from pathlib import Path
 from grpo_jax.config.files import read_text
 from grpo_jax.errors import Problems, UserError
 
-MOST_BYTES = 2**32
-"""Limit of a table of events, which is read whole."""
+MOST_BYTES = 2**32  # limit of a table of events, which is read whole
 
 PUBLISHED = {"user_id": "userId", "item_id": "movieId"}
 """MovieLens' names of columns; taken where a table has no column of our own name."""

@@ -17,8 +17,7 @@ from bridges.retrieval.encoders import BATCH, Encoder, Index, Vectors, direction
 from grpo_jax.config.sections import RetrievalSection
 
 _BLOCK = 65536  # items per block
-TEMPERATURE = 0.05
-"""Of the softmax over the similarities."""
+TEMPERATURE = 0.05  # of the softmax over the similarities
 TOLERANCE = 1e-6
 
 

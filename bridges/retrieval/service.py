@@ -13,10 +13,8 @@ from bridges.retrieval.ranking import Counts, LocalBackend, Queries
 from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
 
-SERVICE = "retrieval"
-"""Name of the actors on their cluster, which a number follows."""
-TIMEOUT = 600.0
-"""Seconds one attempt of a call may take; an actor that died is noticed at once."""
+SERVICE = "retrieval"  # name of the actors on their cluster, which a number follows
+TIMEOUT = 600.0  # seconds that an attempt of a call may take; a dead actor is noticed at once
 
 
 class RankService:

@@ -56,8 +56,7 @@ class VisionInput(NamedTuple):
 class Context(NamedTuple):
     """Positions, masks and pictures of the running tokens, the same for every layer."""
 
-    # i32 [P, S] of the S running tokens (see `attend_streams`); with pictures [P, S, 3], for time, row and column
-    positions: jax.Array
+    positions: jax.Array  # i32 [P, S] of the S running tokens; with pictures [P, S, 3], for time, row and column
     prompt: Tokens  # the prompts' tokens [P, L], running or cached
     completion: Tokens | None = None  # the completions', [P, T] if equal for the group, else [P, G, T]
     cached: Tokens | None = None  # decoding only: the cache's slots, including the running tokens
@@ -75,14 +74,11 @@ class LayerInput(NamedTuple):
     scale: jax.Array | None = None  # float32 scalar that multiplies the scores; None for E^-0.5 in all layers
     depth: jax.Array | None = None  # i32 scalar, the layer's number; None if no layer needs it
     rotation: jax.Array | None = None  # i32 scalar, the layer's kind of rotation; None if all layers share one
-    # the prompts' cached keys [P, K, E, L] and values [P, K, L, E], if the prompts do not run
-    prefix: tuple[jax.Array, jax.Array] | None = None
-    # the completions' cached keys [P, K, G, E, T] and values [P, K, G, T, E], as in `Cache`
-    cache: tuple[jax.Array, jax.Array] | None = None
+    prefix: tuple[jax.Array, jax.Array] | None = None  # cached keys [P, K, E, L] and values [P, K, L, E] of prompts
+    cache: tuple[jax.Array, jax.Array] | None = None  # keys and values of the completions, as in `Cache`
 
 
-LayerOutput = tuple[jax.Array, tuple[jax.Array, jax.Array] | None]
-"""New states, and keys and values to cache."""
+LayerOutput = tuple[jax.Array, tuple[jax.Array, jax.Array] | None]  # new states, and keys and values to cache
 
 
 class Prefix(NamedTuple):
@@ -93,8 +89,7 @@ class Prefix(NamedTuple):
     values: tuple[jax.Array, ...]  # of each layer [P, K, L, E]
     tokens: Tokens  # [P, L], with positions from each prompt's first real token
     lengths: jax.Array  # i32 [P], real tokens of each prompt
-    # i32 [P], the position of the completions' first token: `lengths`, or less if picture tokens share positions
-    advance: jax.Array
+    advance: jax.Array  # i32 [P], position of the completions' first token: `lengths`, or less after pictures
 
 
 class RowState(NamedTuple):

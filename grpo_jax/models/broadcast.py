@@ -40,8 +40,7 @@ def distributed_client() -> Any:
     return _state().client
 
 
-ALIVE = "grpo_jax/alive"
-"""Prefix of the keys in which processes show each other that they live, or leave."""
+ALIVE = "grpo_jax/alive"  # prefix of the keys in which processes show each other that they live, or leave
 
 
 def announce_exit() -> None:

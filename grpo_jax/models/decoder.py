@@ -39,11 +39,12 @@ class Decoder(nn.Module):
     def setup(self):
         """Declare the weights."""
         c, architecture = self.config, architecture_of(self.config)
-        self.embed_tokens = self._table("embed_tokens", c.vocab_size)
+        zeros = nn.initializers.zeros
+        self.embed_tokens = self.param("embed_tokens", zeros, (c.vocab_size, c.hidden_size))
         if architecture.learned_positions:
-            self.embed_positions = self._table("embed_positions", c.max_positions)
+            self.embed_positions = self.param("embed_positions", zeros, (c.max_positions, c.hidden_size))
         if not c.tie_word_embeddings:
-            self.lm_head = self._table("lm_head", c.vocab_size)
+            self.lm_head = self.param("lm_head", zeros, (c.vocab_size, c.hidden_size))
         block = remat_block(architecture.block, self.remat, scanned=self.stacked)
         settings = c, self.dtype, self.lora, self.spread, self.attention, self.products
         if self.stacked:
@@ -58,10 +59,6 @@ class Decoder(nn.Module):
         else:
             self.layers = [block(*settings) for _ in range(c.num_layers)]
         self.norm = architecture.final_norm(c)
-
-    def _table(self, name: str, rows: int) -> jax.Array:
-        """Declare a table [rows, D]."""
-        return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size))
 
     def __call__(
         self, tokens: jax.Array, context: Context, cached_inputs: Sequence[LayerInput] = ()

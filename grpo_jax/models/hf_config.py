@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from grpo_jax.errors import UserError, one_line, short_repr
 
-ConfigJson = Mapping[str, Any]
-"""The contents of a ``config.json``, or of a table in it."""
+ConfigJson = Mapping[str, Any]  # the contents of a ``config.json``, or of a table in it
 
 _LARGEST = 3.4e38  # largest float32
 

@@ -77,13 +77,14 @@ def attend_token(
     rows = max(_ROWS, pl.next_power_of_2(shared))
     operands = heads, *prefix, mask, slot, *cache
     prompts = [pl.BlockSpec((None, None, *x.shape[2:]), lambda g, k, p: (p, k, 0, 0)) for x in prefix]
+    own = [pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, k, g, 0, 0)) for x in cache]
     mask_spec = pl.BlockSpec((None, mask.shape[1]), lambda g, k, p: (p, 0))
     specs = [_heads_spec(heads, rows), *prompts, mask_spec, pl.BlockSpec((), lambda *_: ())]
     mixed, keys, values = pl.pallas_call(
         partial(_kernel, shared=shared, rows=rows, scale=size**-0.5),
         grid=(query.shape[1], query.shape[2], query.shape[0]),
-        in_specs=[*specs, *map(_own_spec, cache)],
-        out_specs=[_heads_spec(query, rows), *map(_own_spec, cache)],
+        in_specs=[*specs, *own],
+        out_specs=[_heads_spec(query, rows), *own],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *cache)],
         input_output_aliases={5: 1, 6: 2},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
@@ -95,10 +96,6 @@ def attend_token(
 def _heads_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
     """Return the block of all heads, padded to the rows of a product; those are masked, but jax 0.12 needs them."""
     return pl.BlockSpec((None, None, None, max(rows, x.shape[3]), x.shape[4]), lambda g, k, p: (p, g, k, 0, 0))
-
-
-def _own_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, k, g, 0, 0))
 
 
 def _kernel(heads, *refs, shared: int, rows: int, scale: float):

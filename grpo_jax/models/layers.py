@@ -39,8 +39,7 @@ _NARROW = "narrow product"  # checkpoint name of its results: rematerialisation 
 class Naming(NamedTuple):
     """Tensor names in the folders of an architecture."""
 
-    # possible prefixes of the language model; the first with an embedding wins, and the first of all is that of
-    # transformers' model
+    # of the language model; the first with an embedding wins, and the first of all is that of transformers' model
     prefixes: tuple[str, ...]
     heads: tuple[str, ...]  # names of an untied head
     tensors: Mapping[str, str]  # tensors outside of layers: the decoder's name → Hugging Face's after the prefix
@@ -75,11 +74,9 @@ class Architecture(NamedTuple):
     rotation: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array] | None]
     layer_inputs: Callable[[Any], LayerInput]  # (config) -> the other inputs of each layer, along a leading axis
     projections: Mapping[str, str]  # layers' kernels, which can have adapters → `COLUMNS`, `ROWS` or `FUSED`
-    # (config, name of a projection or embedding) -> standard deviation at initialisation
-    initial_stddev: Callable[[Any, str], float]
+    initial_stddev: Callable[[Any, str], float]  # (config, projection or embedding) -> that of its initial weights
     naming: Naming  # of the tensors in its folders
-    # (config) -> the limit of prompt plus completion tokens, None without one
-    longest: Callable[[Any], int | None] = lambda config: None
+    longest: Callable[[Any], int | None] = lambda config: None  # (config) -> limit of prompt plus completion tokens
 
 
 def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
@@ -248,20 +245,6 @@ class Experts(nn.Module):
         """Map rows [M, in], sorted by expert with sizes i32 [X], to [M, features]."""
         kernel = self.param("kernel", nn.initializers.zeros, (self.experts, rows.shape[-1], self.features))
         return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
-
-
-def sorted_by_expert(x: jax.Array, experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort states [N, D] by experts i32 [N, k]: rows [N·k, D], their old indices i32 [N·k], sizes i32 [count]."""
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    return jnp.take(x, order // experts.shape[-1], axis=0), order, jnp.bincount(flat, length=count)
-
-
-def combine_experts(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    """Sum the experts' rows [N·k, D] of each token with weights [N, k], to [N, D]."""
-    places = jnp.argsort(order)
-    back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)
-    return jnp.einsum("NKD,NK->ND", back, weights)
 
 
 class Network(NamedTuple):

@@ -10,8 +10,7 @@ import numpy as np
 
 from grpo_jax.models import hf_config
 
-Rotation = tuple[jax.Array, jax.Array]
-"""Cosine and sine of angles."""
+Rotation = tuple[jax.Array, jax.Array]  # cosine and sine of angles
 SCALINGS = ("default", "linear", "llama3", "yarn")  # allowed in a folder
 
 
@@ -27,8 +26,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor stay unchanged
     beta_fast: float = 32.0  # yarn: dimensions with more rotations than this within original_length stay unchanged
     beta_slow: float = 1.0  # yarn: dimensions with fewer rotations than this are fully stretched
-    # longrope: each pair's wavelength factor up to original_length tokens. Longer sequences would need another table
-    # for all of their tokens, and are not supported
+    # longrope: each pair's wavelength factor up to original_length tokens; longer sequences are not supported
     short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0  # multiplies sine and cosine (yarn's temperature)
     share: float = 1.0  # share of each head's dimensions that rotate, the first ones (partial_rotary_factor)
@@ -59,15 +57,11 @@ def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.scaling == "linear":
         return plain / np.float32(rope.factor)
     if rope.scaling == "llama3":
-        return _llama3(rope, plain)
+        turns = rope.original_length * plain / (2 * math.pi)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return ((1 - smooth) * plain / rope.factor + smooth * plain).astype(np.float32)
     return _yarn(rope, plain, head_dim)
-
-
-def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    turns = rope.original_length * plain / (2 * math.pi)
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return ((1 - smooth) * plain / rope.factor + smooth * plain).astype(np.float32)
 
 
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:

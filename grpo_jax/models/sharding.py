@@ -70,8 +70,7 @@ PARTITIONS = (
     Partition(f"layers/{_ROWS}/b", P(None, None, FSDP)),
     Partition(f"layers/{_FUSED}/a", P(None, _BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
-    # A few kilobytes each: replicated.
-    Partition("scale|excess|bias|value/kernel|ns_coeffs", P()),
+    Partition("scale|excess|bias|value/kernel|ns_coeffs", P()),  # a few kilobytes each: replicated
 )
 """State of an optimizer follows its parameter, for its path ends alike. Scalars are on every device."""
 

@@ -77,10 +77,8 @@ class GPT2Config:
     def from_hf(cls, config: hf_config.ConfigJson) -> "GPT2Config":
         """Read the contents of a ``config.json``; ValueErrors name the field that is missing or unsupported.
 
-        Every field that changes the decoder's computation is supported or refused. Dropout (``resid_pdrop``,
-        ``embd_pdrop``, ``attn_pdrop``) is never applied, since sampler and update must have the same distribution.
-        ``reorder_and_upcast_attn`` requests float32 scores, which is always the case here. The ``summary_*`` fields
-        belong to a head that a causal language model does not have.
+        Dropout is never applied, since sampler and update must have the same distribution. Scores are always float32
+        (``reorder_and_upcast_attn``). The ``summary_*`` fields belong to a head that a language model does not have.
         """
         fields = hf_config.check_fields(config, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
         return cls(

@@ -23,8 +23,6 @@ from grpo_jax.models.layers import (
     Projection,
     RMSNorm,
     Router,
-    combine_experts,
-    sorted_by_expert,
 )
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, Rotation, read_rope, rotate, rotation
@@ -91,8 +89,7 @@ class DecoderConfig:
     qk_norm: Literal["", "head", "projection"] = ""
     mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
-    # norms on the inputs of attention and MLP, on their outputs (OLMo 2), or on both (Gemma)
-    norms: Literal["pre", "post", "both"] = "pre"
+    norms: Literal["pre", "post", "both"] = "pre"  # on inputs of attention and MLP, outputs (OLMo 2), or both (Gemma)
     attention_scale: float | None = None  # factor of attention scores; None for E^-0.5
     attention_softcap: float | None = None  # softcap of attention scores, None for none
     logit_softcap: float | None = None  # softcap of the logits, None for none
@@ -363,9 +360,13 @@ class LlamaBlock(nn.Module):
         """Sum the MLPs of each token's experts, weighted by the router, [P, S, D] to [P, S, D]."""
         states = x.reshape(-1, x.shape[-1])
         weights, experts = self.router(states)
-        rows, order, sizes = sorted_by_expert(states, experts, self.config.mixture.experts)
+        # One row per token and expert, [N·k, D], sorted by expert; `sizes` counts the rows of each.
+        order = jnp.argsort(experts.reshape(-1), stable=True)
+        rows = jnp.take(states, order // experts.shape[-1], axis=0)
+        sizes = jnp.bincount(experts.reshape(-1), length=self.config.mixture.experts)
         inner = ACTIVATIONS[self.config.activation](self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
-        return combine_experts(self.down_experts(inner, sizes), order, weights).reshape(x.shape)
+        back = jnp.take(self.down_experts(inner, sizes), jnp.argsort(order), axis=0)
+        return jnp.einsum("NKD,NK->ND", back.reshape(*weights.shape, -1), weights).reshape(x.shape)
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:

@@ -26,8 +26,7 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 """Pixels along the sides of a picture by default: 256 tokens, and whole windows."""
-LONGEST_SHAPE = 200
-"""The largest ratio of sides that the processor takes."""
+LONGEST_SHAPE = 200  # the largest ratio of sides that the processor takes
 _PIXELS = hf_config.whole(1, 2**31 - 1)
 _NUMBERS = hf_config.list_of(hf_config.NOT_NEGATIVE, "")
 _THREE_NUMBERS = hf_config.Kind("three finite numbers", lambda value: _NUMBERS.holds(value) and len(value) == 3)

@@ -28,8 +28,7 @@ class VisionConfig:
     merge: int = 2  # patches along the side of a merged token
     window: int | None = None  # merged tokens along the side of an attention window; None without windows
     full_attention_layers: tuple[int, ...] = ()  # layers that see the whole picture, if there are windows
-    # layers whose states are also added after the first layers of the language model, ascending
-    deepstack_layers: tuple[int, ...] = ()
+    deepstack_layers: tuple[int, ...] = ()  # whose states are also added after the language model's first layers
     positions: int = 0  # rows of the table of learned positions, whose largest square is used; 0 for none
     theta: float = 10_000.0  # base of the rotary wavelengths
     epsilon: float = 1e-6  # of every norm

@@ -24,8 +24,7 @@ class Pictures(NamedTuple):
     # patches row by row), C = channels · frames · p · p
     patches: jax.Array
     grid: jax.Array  # i32 [.., I, 2], rows and columns of patches; (0, 0) for no picture
-    # i32 [.., I, W, B], merged tokens of each attention window (-1: none); None for a tower without windows
-    windows: jax.Array | None = None
+    windows: jax.Array | None = None  # i32 [.., I, W, B], merged tokens of each attention window (-1: none), if any
 
 
 class PictureStates(NamedTuple):

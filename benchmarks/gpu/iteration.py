@@ -1,6 +1,6 @@
 """An iteration of the shapes of configs/prompt_enhancement_sd3.yaml: seconds by stage, and peak memory beside --plan's.
 
-Qwen2-VL-7B's decoder with random bfloat16 weights and LoRA samples four prompts of 256 tokens one by one, the
+Qwen2.5-7B with random bfloat16 weights and LoRA samples sixteen prompts of 256 tokens in chunks of four, the
 miniature's Stable Diffusion 3 draws a picture for each completion on the same card (where `diffusers` is installed; its
 memory is torch's and not counted), and the policy learns from their brightness. The prediction is `plan_policy`'s,
 what --plan prints for the policy, without its allowance for a context, which JAX's allocator does not see either.
@@ -56,9 +56,9 @@ def shipped(tiny: bool) -> tuple[Any, Any]:
     small |= dict(windows=(), layer_ropes=())
     data = config.data.replace(max_prompt_tokens=16)
     sampling = config.sampling.replace(group_size=2, max_new_tokens=4)
-    training = config.training.replace(prompts_per_batch=2)
+    training = config.training.replace(prompts_per_batch=2, chunk_prompts=1, grad_accumulation_steps=1)
     config = config.replace(data=data, sampling=sampling, training=training)
-    return config, dataclasses.replace(model, **small, vision=None)
+    return config, dataclasses.replace(model, **small)
 
 
 def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:

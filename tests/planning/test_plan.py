@@ -170,12 +170,14 @@ def test_a_plan_compiles_the_last_turn_too(monkeypatch):
 
 
 def test_published_vision_towers_are_counted():
-    sizes = {name: count_weights(tower_shapes(read_shape(name).vision)) for name in published_policies()}
+    towers = {name: tower for name in published_policies() if (tower := read_shape(name).vision) is not None}
+    sizes = {name: count_weights(tower_shapes(tower)) for name, tower in towers.items()}
     assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
 
 
 def test_the_real_config_fits_large_cards(not_compiled, capsys):
-    command = ["--config=prompt_enhancement_sd3", "--plan", "--device_memory_gib=80,80,80"]
+    seeing = "--policy.path=Qwen/Qwen2-VL-7B-Instruct"
+    command = ["--config=prompt_enhancement_sd3", seeing, "--plan", "--device_memory_gib=80,80,80"]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert (
@@ -185,6 +187,25 @@ def test_the_real_config_fits_large_cards(not_compiled, capsys):
     )
     assert [line for line in said.splitlines() if line.startswith("gpu:")] == [f"gpu:{i}, 80.00 GiB" for i in range(3)]
     assert said.endswith("It fits.\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "parameters"),
+    [
+        ("prompt_enhancement_sd3", "80,80,80", 7_615_616_512),
+        pytest.param("prompt_enhancement_sdxl_turbo", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
+        pytest.param("prompt_enhancement_flux_schnell", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
+        pytest.param("prompt_refinement_sd3", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
+        ("prompt_enhancement_one_gpu", "24", 1_543_714_304),
+        ("prompt_enhancement_one_gpu_16gb", "16", 494_032_768),
+        ("text_one_gpu", "16", 1_543_714_304),
+    ],
+)
+def test_a_config_of_real_size_is_planned_without_a_file(name, gib, parameters, not_compiled, capsys):
+    assert main([f"--config={name}", "--plan", f"--device_memory_gib={gib}"]) == 0
+    said = capsys.readouterr().out
+    assert f" {parameters:,} parameters, " in said and said.endswith("It fits.\n")
+    assert ("U-Net and VAE" in said) == ("sdxl" in name or name.startswith("prompt_enhancement_one_gpu"))
 
 
 def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, tmp_path, monkeypatch):
@@ -271,5 +292,5 @@ def test_an_example_of_many_cards_counts_them(cards, policy):
     config = parse(["--config=prompt_enhancement_sd3", f"--config={file}"])
     drawing, scoring = (config.judges[name].pool.replicas for name in ("renderer", "scorer"))
     assert policy + drawing + scoring == cards
-    places = {"policy": tuple(f"gpu:{card}" for card in range(policy)), "renderer": ("cpu",), "scorer": ("cpu",)}
-    assert plan.places_of(config, policy) == places
+    places = {"policy": tuple(f"gpu:{card}" for card in range(policy)), "detector": ("gpu:0",)}
+    assert plan.places_of(config, policy) == places | {"renderer": ("cpu",), "scorer": ("cpu",)}

@@ -87,7 +87,8 @@ def shipped(path):
     """The case of a shipped config: of a large policy only one narrow layer."""
     config = parse([f"--config={path}"])
     published = published_policies().get(config.policy.path)
-    fields = {} if published is None else seeing(published["model_type"])
+    kind = "" if published is None else published["model_type"]
+    fields = seeing(kind) if kind in TOWERS else QWEN2 | {"model_type": kind} if kind else {}
     return Case(path.stem, fields, (f"--config={path}",))
 
 

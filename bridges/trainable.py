@@ -29,7 +29,7 @@ from bridges.judges import PipelineJudge, RendererTraining, RenderSettings
 from bridges.loading import DTYPES, quiet_loading, transformer_config
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
-from grpo_jax.core.flow import FlowMetrics, add_noise, awm_loss, diffusion_nft_loss, unit_rewards
+from grpo_jax.core.flow import FlowMetrics, add_noise, diffusion_nft_loss, unit_rewards
 
 TRAINED, OLD = "trained", "old"
 ADAPTER = "default"  # diffusers' own name: files of another name need `adapter_name` to load
@@ -76,7 +76,7 @@ class TrainableRenderer(Renderer):
             self._transformer.forward = _in_bfloat16(self._transformer.forward, self.device)
         self._latents: dict[tuple[str, int], torch.Tensor] = {}
         self._texts: dict[str, dict[str, torch.Tensor]] = {}
-        self._loss = _value_and_grad(train.loss, train.beta, train.advantage_clip, train.reference_coef)
+        self._loss = _value_and_grad(train.beta, train.advantage_clip, train.reference_coef)
 
     def _draw(
         self,
@@ -125,10 +125,7 @@ class TrainableRenderer(Renderer):
         for row in rows:
             if pictures[row] not in self._latents:
                 raise KeyError(pictures[row])
-        clip = self.train.advantage_clip
-        weights = np.clip(np.asarray(advantages, np.float32), -clip, clip) / clip
-        if self.train.loss == "nft":
-            weights = np.asarray(unit_rewards(weights, clip=1.0))
+        weights = np.asarray(unit_rewards(np.asarray(advantages, np.float32), clip=self.train.advantage_clip))
         metrics = {"signal": len(rows) / max(present, 1)}
         with self._lock:
             for update in range(self.train.updates if len(rows) else 0):
@@ -270,11 +267,12 @@ class TrainableRenderer(Renderer):
 
 
 @functools.cache
-def _value_and_grad(name: str, beta: float, clip: float, reference_coef: float) -> Callable:
-    """Return a loss with its gradient, compiled once for all renderers of equal settings."""
-    loss = functools.partial(awm_loss, reference_coef=reference_coef)
-    if name == "nft":  # with the published factor a picture's weight is its clipped advantage
-        loss = functools.partial(diffusion_nft_loss, beta=beta, scale=clip, reference_coef=reference_coef)
+def _value_and_grad(beta: float, clip: float, reference_coef: float) -> Callable:
+    """Return the loss with its gradient, compiled once for all renderers of equal settings.
+
+    With the published factor a picture's weight is its clipped advantage.
+    """
+    loss = functools.partial(diffusion_nft_loss, beta=beta, scale=clip, reference_coef=reference_coef)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 

@@ -101,10 +101,8 @@ class OldDecay(Section):
 
 
 class RendererTraining(Section):
-    """Training of a renderer on its own judged pictures; the defaults are DiffusionNFT's (arXiv:2509.16117)."""
+    """Training of a renderer on its own judged pictures by DiffusionNFT (arXiv:2509.16117), with its constants."""
 
-    loss: Literal["nft", "awm"] = "nft"
-    """DiffusionNFT, or Advantage Weighted Matching (docs/algorithms.md)."""
     lora: RendererLora = RendererLora()
     credit: Literal["prompt", "text"] = "prompt"
     """Pictures whose rewards are compared: all of a prompt, or those of equal texts."""

@@ -1,7 +1,7 @@
-"""Losses of reinforcement learning for flow-matching models, as functions of velocities.
+"""The loss of reinforcement learning for flow-matching models, as a function of velocities.
 
 A sample x0 is drawn by the old model and judged. With noise ε and a time t, x_t = (1 - t) x0 + t ε has the velocity
-ε - x0. The losses compare it with the model's velocities at (x_t, t); no likelihood and no trajectory is needed.
+ε - x0. The loss compares it with the model's velocities at (x_t, t); no likelihood and no trajectory is needed.
 Axes: B samples; the axes after it belong to a sample.
 """
 
@@ -15,7 +15,6 @@ from grpo_jax.core.aggregation import Mean
 from grpo_jax.core.masking import as_float, as_mask, count, safe_divide, select
 
 _SMALLEST = 1e-5  # least mean absolute error that divides a squared error, as in DiffusionNFT's published code
-_HUBER = 1e-10  # offset of AWM's power, as in its published code
 
 
 class FlowMetrics(NamedTuple):
@@ -84,101 +83,30 @@ def diffusion_nft_loss(
     Raises:
         TypeError, ValueError: an array of another type or shape.
     """
-    batch = _prepare(velocity, old_velocity, target, rewards, times, reference, mask)
-    step, r = beta * (batch.velocity - batch.old), batch.weights
-
-    def error(v: jax.Array) -> jax.Array:
-        e = _beside(batch.times, v) * (v - batch.target)
-        divisor = jnp.maximum(_mean(jnp.abs(e)), _SMALLEST)
-        return _mean(jnp.square(e)) / jax.lax.stop_gradient(divisor)
-
-    losses = scale / beta * (r * error(batch.old + step) + (1 - r) * error(batch.old - step))
-    return _finish(batch, losses, 0.0, reference_coef, rows)
-
-
-def awm_loss(
-    velocity: ArrayLike,
-    old_velocity: ArrayLike,
-    target: ArrayLike,
-    advantages: ArrayLike,
-    times: ArrayLike,
-    *,
-    clip: float = 1.0,
-    power: float = 0.25,
-    old_coef: float = 1.0,
-    reference: ArrayLike | None = None,
-    reference_coef: float = 3e-3,
-    mask: ArrayLike | None = None,
-    rows: ArrayLike | None = None,
-) -> tuple[jax.Array, FlowMetrics]:
-    """Compute the loss of Advantage Weighted Matching (https://arxiv.org/abs/2509.25050).
-
-        ℓ(v) = -t / p · ((m + 1e-10)^p - 1e-10^p),   m = mean((v - target)²),   ρ = exp(ℓ(v) - ℓ(v_old))
-        loss = 1 / B · Σ_b (-min(ρ A, clip(ρ, 1 - clip, 1 + clip) A) + o · mean((v - v_old)²) + c · mean((v - v_ref)²))
-
-    At v = v_old the gradient is that of -A ℓ(v). Arguments as in `diffusion_nft_loss`, and:
-
-    Args:
-        advantages: `[B]`; the published code clips them to ±5 and divides by 5.
-        clip: range of the ratio ρ around 1.
-        power: p; 1 gives ℓ = -t m.
-        old_coef: o; the published code's old model of this term is an average of the trained one.
-        reference_coef: c; published 3e-3 for GenEval and OCR, 1e-4 for PickScore.
-    """
-    batch = _prepare(velocity, old_velocity, target, advantages, times, reference, mask)
-
-    def likelihood(v: jax.Array) -> jax.Array:
-        return -batch.times / power * ((_mean(jnp.square(v - batch.target)) + _HUBER) ** power - _HUBER**power)
-
-    ratio = jnp.exp(likelihood(batch.velocity) - likelihood(batch.old))
-    objective = jnp.minimum(ratio * batch.weights, jnp.clip(ratio, 1 - clip, 1 + clip) * batch.weights)
-    return _finish(batch, -objective, old_coef, reference_coef, rows)
-
-
-class _Batch(NamedTuple):
-    """Checked arrays without masked values; all but the velocity are constants to gradients."""
-
-    velocity: jax.Array
-    old: jax.Array
-    target: jax.Array
-    reference: jax.Array
-    weights: jax.Array
-    times: jax.Array
-    mask: jax.Array
-    has_reference: bool
-
-
-def _prepare(velocity, old_velocity, target, weights, times, reference, mask) -> _Batch:
-    """Check shapes and dtypes, and replace masked rows everywhere."""
     v = as_float("velocity", velocity)
     kept = jnp.ones(v.shape[:1], bool) if mask is None else as_mask("mask", mask, v.shape[:1])
 
-    def constant(name, value, shape) -> jax.Array:
+    def constant(name: str, value: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
         array = as_float(name, value, shape=shape).astype(v.dtype)
         return jax.lax.stop_gradient(select(_beside(kept, array), array))
 
-    return _Batch(
-        select(_beside(kept, v), v),
-        constant("old_velocity", old_velocity, v.shape),
-        constant("target", target, v.shape),
-        constant("reference", v if reference is None else reference, v.shape),
-        constant("rewards or advantages", weights, v.shape[:1]),
-        constant("times", times, v.shape[:1]),
-        kept,
-        reference is not None,
-    )
+    v = select(_beside(kept, v), v)
+    old, target = constant("old_velocity", old_velocity, v.shape), constant("target", target, v.shape)
+    r, t = constant("rewards", rewards, v.shape[:1]), constant("times", times, v.shape[:1])
+    fixed = constant("reference", v if reference is None else reference, v.shape)
 
+    def error(v: jax.Array) -> jax.Array:
+        e = _beside(t, v) * (v - target)
+        divisor = jnp.maximum(_mean(jnp.abs(e)), _SMALLEST)
+        return _mean(jnp.square(e)) / jax.lax.stop_gradient(divisor)
 
-def _finish(batch: _Batch, losses, old_coef, reference_coef, rows) -> tuple[jax.Array, FlowMetrics]:
-    """Add the penalties to the losses `[B]` of samples, and divide by the number of rows."""
-    number = count(batch.mask, dtype=losses.dtype)
-    policy = jnp.sum(select(batch.mask, losses))
-    old, reference = (jnp.sum(_mean(jnp.square(batch.velocity - v))) for v in (batch.old, batch.reference))
-    loss = safe_divide(
-        policy + old_coef * old + reference_coef * reference, number if rows is None else jnp.asarray(rows, old.dtype)
-    )
-    weight = number if batch.has_reference else jnp.zeros_like(number)
-    metrics = FlowMetrics(Mean(policy, number), Mean(old, number), Mean(reference, weight))
+    step, number = beta * (v - old), count(kept, dtype=v.dtype)
+    losses = scale / beta * (r * error(old + step) + (1 - r) * error(old - step))
+    policy = jnp.sum(select(kept, losses))
+    moved, away = (jnp.sum(_mean(jnp.square(v - other))) for other in (old, fixed))
+    loss = safe_divide(policy + reference_coef * away, number if rows is None else jnp.asarray(rows, v.dtype))
+    compared = jnp.zeros_like(number) if reference is None else number
+    metrics = FlowMetrics(Mean(policy, number), Mean(moved, number), Mean(away, compared))
     return loss, jax.lax.stop_gradient(metrics)
 
 

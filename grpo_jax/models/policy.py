@@ -103,6 +103,7 @@ class Policy:
         """
         variables, tokens, mask, pictures = self._over_prompts(variables, tokens, mask, pictures)
         mask = mask.astype(bool)
+        self._check_room("tokens", mask, 0)
         prompts = prompt_context(self.config, mask, tokens, pictures)
         hidden, (keys, values) = self._run(variables, jnp.where(mask, tokens, 0), prompts.context)
         tokens = prompts.context.prompt
@@ -164,6 +165,7 @@ class Policy:
             variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, observations
         )
         prompt_mask, mask = prompt_mask.astype(bool), mask.astype(bool)
+        self._check_room("prompt_tokens", prompt_mask, tokens.shape[2])
         prompts = prompt_context(self.config, prompt_mask, prompt_tokens, pictures)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
         if steps is None:
@@ -291,6 +293,14 @@ class Policy:
             positions = gather_columns(params["embed_positions"], self.mesh)
             variables = {**variables, "params": {**params, "embed_positions": positions}}
         return variables, *self._spread(arrays)
+
+    def _check_room(self, name: str, mask: jax.Array, steps: int) -> None:
+        """Refuse more tokens than positions; under jit only the completions' length is known here."""
+        limit = self.max_positions
+        longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
+        if limit is not None and longest + steps > limit:
+            room = f"at most {limit} tokens together, as many as the model has positions"
+            raise ValueError(f"{name} and completions must have {room}; got {longest} and {steps}")
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -256,82 +256,37 @@ def _rope(fields: hf_config.ConfigJson, model_type: str, half: int) -> RopeConfi
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 
-class LlamaBlock(nn.Module):
-    """One layer: grouped-query attention with rotary embeddings, and a gated MLP or a mixture of them.
-
-    Each is added to the states, with norms before, after, or on both sides of it.
-    """
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embeddings, over prompts and completions at once (see ``attend_streams``)."""
 
     config: DecoderConfig
-    dtype: jax.typing.DTypeLike
-    lora: LoraConfig | None = None
-    spread: Callable[[jax.Array], jax.Array] | None = None
-    attention: str = "rows"
-    products: str = ""
+    project: Callable[[int, bool], Projection]  # (features, whether there is a bias) -> a projection
+    implementation: str
 
     def setup(self):
-        """Declare the layer's weights."""
-        c, m = self.config, self.config.mixture
-        project = partial(Projection, dtype=self.dtype, lora=self.lora, products=self.products)
+        """Declare the projections and the norms of queries and keys."""
+        c = self.config
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if c.fused:
-            self.qkv_proj = project(queries + 2 * keys, c.qkv_bias)
+            self.qkv_proj = self.project(queries + 2 * keys, c.qkv_bias)
         else:
-            self.q_proj = project(queries, c.qkv_bias)
-            self.k_proj = project(keys, c.qkv_bias)
-            self.v_proj = project(keys, c.qkv_bias)
-        self.o_proj = project(c.hidden_size, c.output_bias)
+            self.q_proj = self.project(queries, c.qkv_bias)
+            self.k_proj = self.project(keys, c.qkv_bias)
+            self.v_proj = self.project(keys, c.qkv_bias)
+        self.o_proj = self.project(c.hidden_size, c.output_bias)
         if c.qk_norm:
             self.q_norm = _norm(c)
             self.k_norm = _norm(c)
-        if m is not None:
-            self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
-            self.gate_experts = Experts(m.experts, m.width, self.dtype)
-            self.up_experts = Experts(m.experts, m.width, self.dtype)
-            self.down_experts = Experts(m.experts, c.hidden_size, self.dtype)
-        else:
-            if c.fused:
-                self.gate_up_proj = project(2 * c.intermediate_size, c.mlp_bias)
-            else:
-                self.gate_proj = project(c.intermediate_size, c.mlp_bias)
-                self.up_proj = project(c.intermediate_size, c.mlp_bias)
-            self.down_proj = project(c.hidden_size, c.mlp_bias)
-        if c.norms != "post":
-            self.input_layernorm = _norm(c)
-        self.post_attention_layernorm = _norm(c)
-        if c.norms == "both":
-            self.pre_feedforward_layernorm = _norm(c)
-        if c.norms != "pre":
-            self.post_feedforward_layernorm = _norm(c)
 
     def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
-        """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
-        x = x if self.spread is None else self.spread(x)
-        mlp = self._mlp if self.config.mixture is None else self._mixture
-        match self.config.norms:
-            case "pre":
-                mixed, new = self._attend(self.input_layernorm(x), layer_input, context)
-                x = x + mixed
-                x = x + mlp(self.post_attention_layernorm(x))
-            case "both":
-                mixed, new = self._attend(self.input_layernorm(x), layer_input, context)
-                x = x + self.post_attention_layernorm(mixed)
-                x = x + self.post_feedforward_layernorm(mlp(self.pre_feedforward_layernorm(x)))
-            case "post":
-                mixed, new = self._attend(x, layer_input, context)
-                x = x + self.post_attention_layernorm(mixed)
-                x = x + self.post_feedforward_layernorm(mlp(x))
-        return add_deepstack(x, layer_input, context), new
-
-    def _attend(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
-        """Attend over prompts and completions at once (see ``attend_streams``), [P, S, D] to [P, S, D]."""
+        """Attend with states [P, S, D]; also returns keys and values to cache."""
         assert context.rotation is not None  # set by the decoder
         cos, sin = context.rotation
         if layer_input.rotation is not None:
             cos, sin = (jnp.take(part, layer_input.rotation, axis=0) for part in (cos, sin))
         query, key, value = self._heads(x, (cos, sin))
         softcap = self.config.attention_softcap
-        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.attention)
+        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.implementation)
         return self.o_proj(mixed), new  # mixed [P, S, H·E]
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -351,22 +306,100 @@ class LlamaBlock(nn.Module):
         cos, sin = (part[:, :, None] for part in rotation)
         return rotate(query, cos[..., None, :], sin[..., None, :]), rotate(key, cos, sin), value
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
-        """Compute down(activation(gate x) · up x), [P, S, D] to [P, S, D]."""
+
+class GatedMLP(nn.Module):
+    """The MLP down(activation(gate x) · up x)."""
+
+    config: DecoderConfig
+    project: Callable[[int, bool], Projection]
+
+    def setup(self):
+        """Declare the projections."""
+        c = self.config
+        if c.fused:
+            self.gate_up_proj = self.project(2 * c.intermediate_size, c.mlp_bias)
+        else:
+            self.gate_proj = self.project(c.intermediate_size, c.mlp_bias)
+            self.up_proj = self.project(c.intermediate_size, c.mlp_bias)
+        self.down_proj = self.project(c.hidden_size, c.mlp_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map states [P, S, D] to [P, S, D]."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
         return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
 
-    def _mixture(self, x: jax.Array) -> jax.Array:
-        """Sum the MLPs of each token's experts, weighted by the router, [P, S, D] to [P, S, D]."""
+
+class MixtureMLP(nn.Module):
+    """A mixture of gated MLPs: each token's experts, weighted by the router."""
+
+    config: DecoderConfig
+    mixture: Mixture
+    dtype: jax.typing.DTypeLike
+
+    def setup(self):
+        """Declare the router and the experts' projections."""
+        m = self.mixture
+        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
+        self.gate_experts = Experts(m.experts, m.width, self.dtype)
+        self.up_experts = Experts(m.experts, m.width, self.dtype)
+        self.down_experts = Experts(m.experts, self.config.hidden_size, self.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map states [P, S, D] to [P, S, D]."""
         states = x.reshape(-1, x.shape[-1])
         weights, experts = self.router(states)
         # One row per token and expert, [N·k, D], sorted by expert; `sizes` counts the rows of each.
         order = jnp.argsort(experts.reshape(-1), stable=True)
         rows = jnp.take(states, order // experts.shape[-1], axis=0)
-        sizes = jnp.bincount(experts.reshape(-1), length=self.config.mixture.experts)
+        sizes = jnp.bincount(experts.reshape(-1), length=self.mixture.experts)
         inner = ACTIVATIONS[self.config.activation](self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
         back = jnp.take(self.down_experts(inner, sizes), jnp.argsort(order), axis=0)
         return jnp.einsum("NKD,NK->ND", back.reshape(*weights.shape, -1), weights).reshape(x.shape)
+
+
+class LlamaBlock(nn.Module):
+    """One layer: attention and MLP, each added to the states, with norms before, after, or on both sides of them."""
+
+    config: DecoderConfig
+    dtype: jax.typing.DTypeLike
+    lora: LoraConfig | None = None
+    spread: Callable[[jax.Array], jax.Array] | None = None
+    attention: str = "rows"
+    products: str = ""
+
+    def setup(self):
+        """Declare the layer's parts; their weights have the names of one flat layer."""
+        c = self.config
+        project = partial(Projection, dtype=self.dtype, lora=self.lora, products=self.products)
+        self.self_attn = Attention(c, project, self.attention)
+        self.mlp = GatedMLP(c, project) if c.mixture is None else MixtureMLP(c, c.mixture, self.dtype)
+        for part in (self.self_attn, self.mlp):
+            nn.share_scope(self, part)
+        if c.norms != "post":
+            self.input_layernorm = _norm(c)
+        self.post_attention_layernorm = _norm(c)
+        if c.norms == "both":
+            self.pre_feedforward_layernorm = _norm(c)
+        if c.norms != "pre":
+            self.post_feedforward_layernorm = _norm(c)
+
+    def __call__(self, x: jax.Array, layer_input: LayerInput, context: Context) -> LayerOutput:
+        """Run the layer on states [P, S, D] of the running tokens; returns new states, and keys and values to cache."""
+        x = x if self.spread is None else self.spread(x)
+        match self.config.norms:
+            case "pre":
+                mixed, new = self.self_attn(self.input_layernorm(x), layer_input, context)
+                x = x + mixed
+                x = x + self.mlp(self.post_attention_layernorm(x))
+            case "both":
+                mixed, new = self.self_attn(self.input_layernorm(x), layer_input, context)
+                x = x + self.post_attention_layernorm(mixed)
+                x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            case "post":
+                mixed, new = self.self_attn(x, layer_input, context)
+                x = x + self.post_attention_layernorm(mixed)
+                x = x + self.post_feedforward_layernorm(self.mlp(x))
+        return add_deepstack(x, layer_input, context), new
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:

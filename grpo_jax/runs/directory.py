@@ -163,7 +163,6 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.end = self.path / "report.json"  # contents of the report that no other file holds
         self.checkpoints = self.path / "checkpoints"
-        self.sft = self.path / "sft"  # SFT checkpoints, until the run's own first checkpoint
         self.policy = self.path / "policy"
         self.adapter = self.path / "adapter"  # trained adapters, in PEFT's format
         self.start = self.path / "policy_start"  # a new policy before any training
@@ -203,7 +202,7 @@ class RunDirectory:
 
     def holds_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
-        return bool(saved_steps(self.checkpoints) or saved_steps(self.sft))
+        return bool(saved_steps(self.checkpoints))
 
     def take_back(self) -> None:
         """Remove the folder if `open` created it."""
@@ -213,8 +212,8 @@ class RunDirectory:
 
     def _began_only(self) -> tuple[Path, ...]:
         """Return the folders of a run that ended before its first iteration. UserError if data would be lost."""
-        trained = max(saved_steps(self.checkpoints), default=0) or saved_steps(self.sft) or read_metrics(self.metrics)
-        began = () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.sft)
+        trained = max(saved_steps(self.checkpoints), default=0) or read_metrics(self.metrics)
+        began = () if trained or not self.log.is_file() else (self.start, self.checkpoints)
         passing = {self.path / LOCK, *((self.config, self.log, self.prompts) if began else ())}
         for path in self.path.rglob("*"):
             reused = path in passing or {self.tensorboard, *began} & {*path.parents}

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,23 +20,13 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import as_observation, prepared
-from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import evaluate
-from grpo_jax.runs.session import Notes, Record, identity_of, require_same, with_total
+from grpo_jax.runs.session import Notes, Record
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
-from grpo_jax.training.state import (
-    TrainState,
-    commit_to_device,
-    free_buffers,
-    init_state,
-    make_optimizer,
-    make_schedule,
-    restored_state,
-    saved_parts,
-)
+from grpo_jax.training.state import TrainState, commit_to_device, init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
@@ -48,47 +37,29 @@ UNTRAINED = "untrained"
 _LINES = 20  # lines on the console
 
 
-def warm_up(
-    ctx: RunContext, folder: Path, clock: float, info: Callable[[str], None]
-) -> tuple[Variables, Notes, dict[str, float]]:
-    """Evaluate the policy and run SFT: returns variables, notes of the run (`before`, `task_data`), seconds.
-
-    An interrupted SFT resumes from its latest checkpoint in `folder`.
-    """
-    notes = Notes()
+def warm_up(ctx: RunContext, info: Callable[[str], None]) -> tuple[Variables, Notes, dict[str, float]]:
+    """Evaluate the policy and run SFT: returns variables, notes of the run (`before`, `task_data`), seconds."""
+    notes, started = Notes(), time.monotonic()
     if not ctx.config.sft.steps:
         return ctx.policy.variables, notes, {}
-    with Checkpoints(folder, keep=2, warning=lambda line: info(f"warning: {line}")) as checkpoints:
-        if checkpoints.latest_step() is not None:
-            kept = checkpoints.read_meta("latest")
-            require_same(kept["identity"], ctx.config, ctx.task_data.identity, folder)
-        else:
-            started = time.monotonic()
-            if ctx.test_rows:
-                untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
-                task_data = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
-                notes = Notes({UNTRAINED: untrained.measures}, task_data=task_data)
-            seconds = {"evaluate": time.monotonic() - started}
-            identity = identity_of(ctx.config, ctx.task_data.identity)
-            kept = {"identity": identity, "notes": notes._asdict(), "seconds": seconds}
-        kept = {name: kept[name] for name in ("identity", "notes", "seconds")}
-        variables, seconds = run_sft(ctx, checkpoints, kept, clock, info)
-    return variables, Notes.read(kept["notes"]), {**kept["seconds"], "sft": seconds}
+    if ctx.test_rows:
+        untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
+        task_data = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
+        notes = Notes({UNTRAINED: untrained.measures}, task_data=task_data)
+    evaluated = time.monotonic()
+    variables = run_sft(ctx, info)
+    return variables, notes, {"evaluate": evaluated - started, "sft": time.monotonic() - evaluated}
 
 
-def run_sft(
-    ctx: RunContext, checkpoints: Checkpoints, kept: Record, clock: float, info: Callable[[str], None]
-) -> tuple[Variables, float]:
-    """Train the policy on the task's pairs; return the variables, and the seconds of all processes so far.
+def run_sft(ctx: RunContext, info: Callable[[str], None]) -> Variables:
+    """Train the policy on the task's pairs; return the variables. A stop (`Stopped`) saves nothing.
 
-    It trains the same weights as the run (all, or the adapters). It resumes exactly from its latest checkpoint, and
-    saves every `training.save_every` updates and on a stop (`Stopped`). It takes over the weights in
-    `ctx.policy.variables`, which cannot be read afterwards. Training matches sampling: the distribution is over the
-    allowed tokens, and completions end as the sampler's (`supervised_tokens`). Pairs with a forbidden token are
-    skipped, and their number is logged. Every checkpoint has `kept`, with "seconds" that include those since `clock`.
+    It trains the same weights as the run (all, or the adapters). It takes over the weights in `ctx.policy.variables`,
+    which cannot be read afterwards. Training matches sampling: the distribution is over the allowed tokens, and
+    completions end as the sampler's (`supervised_tokens`). Pairs with a forbidden token are skipped, and their number
+    is logged.
     """
-    config, section = ctx.config, ctx.config.sft
-    data = ctx.task_data
+    config, section, data = ctx.config, ctx.config.sft, ctx.task_data
     source = completion_pairs(data.prompts.train) if data.pairs is None else data.pairs()
     if not (pairs := [*islice(source, section.rows or None)]):
         raise UserError('sft.steps: expected 0, or training rows with a "completion" (data.columns.completion)')
@@ -96,22 +67,9 @@ def run_sft(
     most = f"at most {len(pairs)}, the number of SFT pairs"
     require(section.batch <= len(pairs), "sft.batch", most, section.batch)
     state, step = make_sft(ctx)
-    done, seconds = 0, 0.0
-    if checkpoints.latest_step() is not None:
-        free_buffers(saved_parts(state))
-        restored, saved = checkpoints.restore("latest", saved_parts(state))
-        state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["sft"]
-        info(f"SFT continues after update {done} of {section.steps}")
-    started = time.monotonic() - seconds
-
-    def save(step: int, state: TrainState, *, wait: bool) -> None:
-        meta = {**kept, "seconds": with_total(kept["seconds"], clock), "sft": time.monotonic() - started}
-        checkpoints.save(step, saved_parts(state), meta, wait=wait)
-
-    line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
-    for number in range(done, section.steps):
+    line_every = max(1, section.steps // _LINES)
+    for number in range(section.steps):
         if ctx.is_stopped():
-            save(number, state, wait=True)
             raise Stopped
         places = batch_at(config.seed, number, batch_size=section.batch, n=len(pairs))
         batch = supervised_batch(ctx, state.variables, [pairs[place] for place in places])
@@ -124,10 +82,7 @@ def run_sft(
                     f"sft: the loss or its gradient was not finite in {skipped} updates in a row, which were left "
                     "out; lower sft.learning_rate, or check the policy's weights"
                 )
-        if save_every and (number + 1) % save_every == 0:
-            save(number + 1, state, wait=False)
-    save(section.steps, state, wait=False)  # the evaluation that follows may be stopped
-    return state.variables, time.monotonic() - started
+    return state.variables
 
 
 def make_sft(ctx: RunContext) -> tuple[TrainState, Callable[[TrainState, Batch], tuple[TrainState, Record]]]:

@@ -7,7 +7,6 @@ a `Progress`, so a run that is killed at any moment resumes exactly.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -163,12 +162,8 @@ class Trainer:
         if progress := self.saved_progress():
             return self.resume(progress)
         output.truncate(0)
-        try:
-            variables, notes, seconds = warm_up(ctx, output.directory.sft, self.clock, output.info)
-        except Stopped:
-            self._keep_config()
-            raise
         self._keep_config()
+        variables, notes, seconds = warm_up(ctx, output.info)
         self.state = self.learner.start(variables)
         started = time.monotonic()
         before = measure_all(ctx, self.state.variables)
@@ -188,7 +183,6 @@ class Trainer:
         for line in baseline_lines(ctx, before):
             output.info(line)
         self.save(wait=True)
-        self._remove_sft()
 
     def saved_progress(self) -> Progress | None:
         """Return the progress of the latest valid checkpoint on --resume; None for a new run.
@@ -224,7 +218,6 @@ class Trainer:
         saved, _ = checkpoints.restore("latest", saved_parts(template) | self.drawing_parts())
         if (renderer := self.ctx.renderer) is not None:
             renderer.restore(saved.pop(DRAWING))
-        self._remove_sft()  # left by a run killed at its first checkpoint
         rows = done - (progress.unvalidated is not None)
         count = output.truncate(done, rows=rows)
         if count < rows:
@@ -434,7 +427,7 @@ class Trainer:
                 self.save(wait=True)
             if isinstance(error, Stopped):
                 raise
-            # Interrupted SFT is saved too; if nothing is saved, the folder is removed.
+            # If nothing is saved, the folder is removed.
             resumable = self.output.directory.holds_checkpoint() or self.config.resume
             iteration = self.progress.iteration if self.has_state else None
             remedied = with_remedy(error, iteration, self.config, resumable=resumable)
@@ -449,10 +442,6 @@ class Trainer:
         """
         if self.config.resume and is_main_process():
             write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
-
-    def _remove_sft(self) -> None:
-        if is_main_process():
-            shutil.rmtree(self.output.directory.sft, ignore_errors=True)
 
     def _failure(self, *, last: bool = False) -> str:
         """Return the reason to end a run that does not learn; "" if it does. The `last` policy had an update once."""

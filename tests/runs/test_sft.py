@@ -22,7 +22,6 @@ from grpo_jax.config.sections import (
 )
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.sft import completion_pairs, run_sft
 from grpo_jax.tasks.text_task import Text
@@ -42,7 +41,7 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture
-def taught(policy, tmp_path):
+def taught(policy):
     """Runs SFT of the given policy: its ctx, its variables, and the lines it said."""
 
     def teach(*texts, steps=1, forbidden="é", max_new_tokens=12):
@@ -55,9 +54,7 @@ def taught(policy, tmp_path):
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
         said, ctx = [], load(config, info=lambda *_: None)
-        with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            variables, _ = run_sft(ctx, checkpoints, {"seconds": {}}, 0.0, said.append)
-        return ctx, variables, said
+        return ctx, run_sft(ctx, said.append), said
 
     return teach
 
@@ -128,8 +125,7 @@ def test_rows_with_a_completion_are_the_pairs(policy, tmp_path):
         rewards=[RewardSection(name="support.taught_task:brevity")],
     )
     ctx = load(config, info=lambda *_: None)
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        variables, _ = run_sft(ctx, checkpoints, {"seconds": {}}, 0.0, lambda line: None)
+    variables = run_sft(ctx, lambda line: None)
     tokens, mask, _ = ctx.fns.encode(plain_rows([PROMPT, "oak desk"]))
     samples = ctx.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 2))
     written = zip(np.asarray(samples.tokens), np.asarray(samples.mask), strict=True)

@@ -268,11 +268,8 @@ def aged(checkpoint: Path, seconds: float) -> None:
     from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 
     content = read_manifest(checkpoint)
-    meta = content["meta"]
-    spent = meta.get("progress", meta)["seconds"]  # SFT has only begun
+    spent = content["meta"]["progress"]["seconds"]
     spent |= {name: value + seconds for name, value in spent.items()}
-    if "sft" in meta:
-        meta["sft"] += seconds
     write_manifest(checkpoint, content)
 
 

@@ -17,12 +17,12 @@ MOST_PROGRAMS = 2000
 
 
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`, at most 2 GiB.
+    """Let JAX cache compiled programs in `~/.cache/grpo_jax/programs`; keep the latest 2,000 of earlier processes.
 
-    Small programs are cached too: a start has over a hundred. JAX reads the times of all entries when it writes one, so
-    only the latest 2,000 are kept. JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence.
-    Each kind of processor has its own folder, since machines may share home directories but not programs. A folder that
-    other users can write is not used. Returns the folder; None if nothing was changed.
+    Small programs are cached too: a start has over a hundred. JAX_COMPILATION_CACHE_DIR and
+    JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has its own folder, since machines may
+    share home directories but not programs. A folder that other users can write is not used. Returns the folder; None
+    if nothing was changed.
     """
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if folder or {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & environment.keys():
@@ -38,19 +38,13 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
         others = f"since others may write {folder}: remove it, or chmod 700 it"
         complain(f"warning: compiled programs are not kept, {others}")
         return None
-    used: dict[str, float] = {}
-    for path in folder.glob("*-atime"):
-        with suppress(OSError):  # another process may remove it first
-            used[path.name.removesuffix("-atime")] = path.stat().st_mtime
-    kept = sorted(used, key=used.__getitem__, reverse=True)[:MOST_PROGRAMS]
-    entries = {path.name.removesuffix("-cache") for path in folder.glob("*-cache")}
-    for name in (used.keys() | entries) - {*kept}:  # a kill leaves entries without a time, which block all writes
-        for suffix in ("-cache", "-atime"):
-            (folder / f"{name}{suffix}").unlink(missing_ok=True)
+    with suppress(OSError):  # another process may remove entries too
+        entries = sorted(folder.glob("*-cache"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in entries[MOST_PROGRAMS:]:
+            path.unlink()
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    settings = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_compilation_cache_max_size": 2 * 2**30}
-    for name in settings.keys() - {name.lower() for name in environment}:
-        jax.config.update(name, settings[name])
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
 
 

@@ -1,5 +1,7 @@
 """The cache of compiled programs: a second run finds those of the first, unless JAX's settings differ."""
 
+import os
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -14,13 +16,10 @@ from grpo_jax.train import run
 @pytest.fixture
 def untold():
     """JAX without the cache that the tests share; as it was afterwards."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_compilation_cache_max_size",
-        "jax_persistent_cache_min_compile_time_secs",
-    )
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update("jax_compilation_cache_dir", None)
+    for name, value in zip(names, (None, 5.0), strict=True):
+        jax.config.update(name, value)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -33,10 +32,10 @@ def test_settings_of_jax_take_precedence(untold, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert enable_compile_cache({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None  # no folder can be made there
     assert jax.config.jax_compilation_cache_dir is None and not (tmp_path / "cache").exists()
-    folder = enable_compile_cache(home | {"JAX_COMPILATION_CACHE_MAX_SIZE": "5"})
+    folder = enable_compile_cache(home | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "5"})
     assert folder.is_dir() and folder.stat().st_mode & 0o77 == 0
     assert jax.config.jax_compilation_cache_dir == str(folder)
-    assert jax.config.jax_compilation_cache_max_size != 2 * 2**30
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 5.0
     assert enable_compile_cache(home) is None  # it is told now
     jax.config.update("jax_compilation_cache_dir", None)
     folder.chmod(0o770)
@@ -45,8 +44,7 @@ def test_settings_of_jax_take_precedence(untold, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(told)
 
 
-def test_programs_are_found_again_after_a_kill(untold, tmp_path, monkeypatch):
-    """An entry without its time blocks JAX's writes: it is compiled and written again."""
+def test_the_latest_programs_are_found_again(untold, tmp_path, monkeypatch):
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         monkeypatch.delenv(name)  # small programs are kept too
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -72,12 +70,12 @@ def test_programs_are_found_again_after_a_kill(untold, tmp_path, monkeypatch):
     jax.monitoring.register_event_listener(count)
     try:
         assert [start(), start()] == [1, 0]
-        time = next(tmp_path.rglob("jit__lambda*-atime"))
-        time.unlink()
-        time.with_name("removed-atime").symlink_to("by another process")
-        assert [start(), start()] == [1, 0]
-        monkeypatch.setattr(compile_cache, "MOST_PROGRAMS", 0)
-        assert start() == 1
+        programs = [*tmp_path.rglob("*-cache")]
+        monkeypatch.setattr(compile_cache, "MOST_PROGRAMS", len(programs))
+        newer = programs[0].with_name("newer-cache")
+        newer.touch()
+        os.utime(next(tmp_path.rglob("jit__lambda*-cache")), (1, 1))
+        assert start() == 1 and newer.is_file()
     finally:
         jax.monitoring.unregister_event_listener(count)
         compilation_cache.reset_cache()

@@ -132,14 +132,6 @@ def own_programs(shared_programs):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """A write that failed is tried again at once, and not for seconds."""
-    from grpo_jax.runs import directory
-
-    monkeypatch.setattr(directory, "RETRY_PAUSES", (0.01, 0.04, 0.16))
-
-
-@pytest.fixture
 def rounding():
     """What of torch may round products to TF32, and now does; as it was afterwards."""
     torch = pytest.importorskip("torch")

@@ -37,7 +37,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import announce_exit, broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.directory import disk_errors, disk_reason, retry_write, saved_steps
+from grpo_jax.runs.directory import disk_errors, disk_reason, saved_steps
 from grpo_jax.runs.session import Record as Meta
 
 EVALUATED = "variables"
@@ -48,7 +48,7 @@ MANIFEST = "checkpoint.json"
 """Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
 _UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
 _NAMES = ("best", "final")
-_REMOVAL_SECONDS = 1.0  # a training process may be removing the checkpoint
+_REMOVAL_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
@@ -71,7 +71,7 @@ class Checkpoints:
         """Open a folder, created if missing, and remove the remains of an interrupted write.
 
         Named steps stay, and the latest `keep` others. `read_only` creates and removes nothing, since another process
-        may be writing. `warning` gets a line for each damaged checkpoint set aside and each repeated write.
+        may be writing. `warning` gets a line for each damaged checkpoint set aside and each failed background write.
         """
         for library in ("absl", "asyncio"):  # they log errors that they also raise
             logging.getLogger(library).setLevel(logging.CRITICAL + 1)
@@ -105,9 +105,15 @@ class Checkpoints:
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
         path = self.folder / f"step_{step}"
-
-        def write() -> None:
-            self._manager.wait_until_finished()  # raises the error of the previous write
+        with self._disk_errors():
+            try:
+                self._manager.wait_until_finished()  # raises the error of the previous write
+            except (OSError, ValueError) as error:
+                if process_count() > 1:  # one of several processes cannot write alone
+                    raise
+                wait = True
+                self._clear()
+                self._warning(f"a checkpoint could not be written ({disk_reason(error)}); writing the next")
             self.folder.stat()  # raises if it was deleted; Orbax would create it again
             self._writing = {"step": step, "meta": meta}
             if broadcast(not path.is_dir()):
@@ -116,15 +122,6 @@ class Checkpoints:
                 write_manifest(path, read_manifest(path) | self._writing)
             if wait:
                 self._manager.wait_until_finished()
-
-        def on_retry(error: Exception, pause: float) -> None:
-            nonlocal wait
-            wait = True
-            self._clear()
-            self._warning(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
-
-        with self._disk_errors():  # one of several processes cannot retry alone
-            write() if process_count() > 1 else retry_write(write, on_retry)
 
     def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Save a step like `save`, wait, and name it "best" or "final"."""
@@ -209,13 +206,13 @@ class Checkpoints:
 
     def _latest(self) -> int | None:
         self.wait()
-        damaged = {}
-        for path in (self.folder / f"step_{step}" for step in reversed(saved_steps(self.folder))):
+        damaged, steps = {}, saved_steps(self.folder)
+        for path in (self.folder / f"step_{step}" for step in reversed(steps)):
             damage = self._damage(path)
             if not damage:
                 self._set_aside(damaged)
                 return int(path.name.removeprefix("step_"))
-            if self._is_gone(path):
+            if saved_steps(self.folder) != steps:  # a training process has removed it, after a newer one
                 return self._latest()
             damaged[path] = damage
         if damaged:
@@ -252,29 +249,25 @@ class Checkpoints:
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
         path = (self.folder / (chosen if chosen in _NAMES else f"step_{chosen}")).resolve()
         damage = self._damage(path)
-        if damage and not self._is_gone(path):
+        if damage:
             others = ", ".join(other for other in available if other != chosen) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
         return path.name
 
-    def _reading(self, which: int | str, read: Callable[[Path], Result]) -> Result:
-        """Find and read a checkpoint; retry if a training process removes it meanwhile."""
-        while True:
+    def _reading(self, which: int | str, read: Callable[[Path], Result], *, again: bool = True) -> Result:
+        """Find and read a checkpoint; try twice beside a training process, which may remove it meanwhile."""
+        try:
             path = self.folder / from_main_process(lambda: self._find(which))
             try:
                 return read(path)
+            except UserError:  # it is readable but does not match
+                raise
             except Exception as error:
-                if self._is_gone(path):
-                    continue
-                if isinstance(error, UserError):  # it is readable but does not match
-                    raise
                 raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
-
-    def _is_gone(self, path: Path) -> bool:
-        """Return whether a training process has removed an unreadable checkpoint."""
-        if self._read_only:
-            time.sleep(_REMOVAL_SECONDS)
-        return self._read_only and not path.exists()
+        except UserError:
+            if self._read_only and again:
+                return self._reading(which, read, again=False)
+            raise
 
     def _seal(self) -> None:
         """Write the manifest of a step before its commit; Orbax calls this before the rename."""

@@ -10,8 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +24,6 @@ from grpo_jax.rollout.pictures import png
 from grpo_jax.tasks.task import EpisodeEntry, Finished, GalleryEntry
 
 LOCK = "run.lock"
-RETRY_PAUSES = (0.5, 2.0, 8.0)
-"""Seconds before a failed write is tried again."""
 
 
 class RunLock:
@@ -61,38 +58,18 @@ class RunLock:
 
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Convert a disk error to a UserError that names the path."""
+    """Convert a disk error, which tensorstore reports as ValueError, to a UserError that names the path."""
     try:
         yield
     except (OSError, ValueError) as error:
-        if not _is_disk_error(error):
+        words = ("OS error", "os_error_code", "No space left")
+        if not isinstance(error, OSError) and not any(word in str(error) for word in words):
             raise
         fix = "make room or fix the permissions, then continue with --resume, or start again if nothing was saved yet"
         message, folder = f"cannot write {path} ({disk_reason(error)}): {fix}", Path(path).parent
         if not folder.exists():
             message = f"{folder} is gone: it was deleted under the run, and nothing more can be saved"
         raise UserError(message) from error
-
-
-def _is_disk_error(error: OSError | ValueError) -> bool:
-    """Return whether the disk made a write fail; tensorstore reports that as ValueError."""
-    words = ("OS error", "os_error_code", "No space left")
-    return isinstance(error, OSError) or any(word in str(error) for word in words)
-
-
-def retry_write(
-    write: Callable[[], None], on_retry: Callable[[Exception, float], None] = lambda error, pause: None
-) -> None:
-    """Call `write` until it succeeds, at most four times: a network disk may be briefly unavailable."""
-    for pause in RETRY_PAUSES:
-        try:
-            return write()
-        except (OSError, ValueError) as error:
-            if not _is_disk_error(error) or getattr(error, "errno", None) == errno.ENOENT:
-                raise
-            on_retry(error, pause)
-        time.sleep(pause)
-    return write()
 
 
 def disk_reason(error: BaseException) -> str:
@@ -102,24 +79,20 @@ def disk_reason(error: BaseException) -> str:
     return message or getattr(error, "strerror", None) or one_line(error, 80)
 
 
-def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
-    """Write a file atomically, through a temporary file beside it. Large data is a function that yields pieces."""
+def write_atomically(path: str | Path, data: bytes | str | Iterator[bytes]) -> None:
+    """Write a file atomically, through a temporary file beside it. An iterator yields pieces of large data."""
     path = Path(path)
     content = data.encode() if isinstance(data, str) else data
-
-    def write() -> None:
+    with disk_errors(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.writelines([content] if isinstance(content, bytes) else content())
+                file.writelines([content] if isinstance(content, bytes) else content)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-
-    with disk_errors(path):
-        retry_write(write)
 
 
 class AppendedFile:
@@ -133,14 +106,9 @@ class AppendedFile:
     def write(self, text: str) -> None:
         """Append text. Raises UserError on a full disk."""
         data = memoryview(text.encode(errors="backslashreplace"))
-
-        def write() -> None:
-            nonlocal data
+        with disk_errors(self._path):
             while data:
                 data = data[self._file.write(data) :]
-
-        with disk_errors(self._path):
-            retry_write(write)
 
     def close(self) -> None:
         """Close the file."""

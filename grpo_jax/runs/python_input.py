@@ -58,7 +58,7 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
     prompts = source.prompts
     try:
         if not source.config.resume:
-            write_atomically(directory.prompts, lambda: _lines(prompts))
+            write_atomically(directory.prompts, _lines(prompts))
         elif directory.prompts.is_file():
             with directory.prompts.open("rb") as file:
                 if not all(itertools.starmap(_same, itertools.zip_longest(file, _lines(prompts)))):

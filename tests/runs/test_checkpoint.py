@@ -276,7 +276,6 @@ def test_a_reader_takes_the_newer_checkpoint_if_a_run_removes_the_older(folder, 
             return find_damage(path)
 
         monkeypatch.setattr(module, "find_damage", overtaken)
-        monkeypatch.setattr(module, "_REMOVAL_SECONDS", 0.0)
         came, meta = reading.restore("best", make_state())
         assert meta["step"] == 3
         assert_same(came, make_state(3))
@@ -293,19 +292,15 @@ def small_files_only(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impatient):
+def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
-    notes = []
-    with Checkpoints(folder, warning=notes.append) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
         with (
             small_files_only(50_000),
             pytest.raises(UserError, match=r"cannot write .*checkpoints \(File too large\): make room"),
         ):
             checkpoints.save(2, big, {}, wait=True)
-        assert [note.partition(")")[2] for note in notes] == [
-            *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")
-        ]
         assert checkpoints.latest_step() == 1
         assert_same(checkpoints.restore("latest", big)[0], big)
         assert not list(folder.glob("*tmp*"))  # gives the space back
@@ -313,7 +308,7 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impati
         assert_same(checkpoints.restore(2, big)[0], big)
 
 
-def test_remains_of_a_failed_write_are_removed_while_a_thread_still_writes(folder, impatient):
+def test_remains_of_a_failed_write_are_removed_while_a_thread_still_writes(folder):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     with small_files_only(50_000), pytest.raises(UserError, match="cannot write"), Checkpoints(folder) as checkpoints:
         try:
@@ -323,7 +318,7 @@ def test_remains_of_a_failed_write_are_removed_while_a_thread_still_writes(folde
     assert not list(folder.iterdir())
 
 
-def test_a_failed_background_write_is_repaired_by_the_next(folder, impatient):
+def test_a_failed_background_write_is_repaired_by_the_next(folder):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
     with Checkpoints(folder, warning=notes.append) as checkpoints:

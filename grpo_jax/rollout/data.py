@@ -44,21 +44,13 @@ _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt of a data set.
+    """One prompt of a data set."""
 
-    Attributes:
-        id: Constant: the line in the file (from 1), or the position in the built-in list.
-        prompt: The user's text.
-        columns: The row's other fields, passed to the rewards.
-        pictures: Pictures of the prompt in order, as sources that `rollout.pictures` reads.
-        messages: The conversation to continue, with the row's pictures; () for the prompt alone.
-    """
-
-    id: int
-    prompt: str
-    columns: dict[str, Any] = field(default_factory=dict)
-    pictures: tuple[Source, ...] = ()
-    messages: tuple[Message, ...] = ()
+    id: int  # constant: the line in the file (from 1), or the position in the built-in list
+    prompt: str  # the user's text
+    columns: dict[str, Any] = field(default_factory=dict)  # the row's other fields, passed to the rewards
+    pictures: tuple[Source, ...] = ()  # pictures of the prompt in order, as sources that `rollout.pictures` reads
+    messages: tuple[Message, ...] = ()  # the conversation to continue, with the row's pictures; () for the prompt alone
 
     @property
     def key(self) -> str:

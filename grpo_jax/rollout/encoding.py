@@ -234,15 +234,10 @@ def template_options(section: DataSection, environment: str | None = None) -> di
 
 
 class ParsedCompletion(NamedTuple):
-    """A parsed completion, which the rewards judge.
+    """A parsed completion, which the rewards judge."""
 
-    Attributes:
-        text: The completion, as the task reads it.
-        valid: Whether it parsed; false if a fallback replaces it.
-    """
-
-    text: str
-    valid: bool
+    text: str  # the completion, as the task reads it
+    valid: bool  # whether it parsed; false if a fallback replaces it
 
 
 def as_is(completion: str, prompt: str) -> ParsedCompletion:

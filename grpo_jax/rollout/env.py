@@ -33,49 +33,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Observation:
-    """The environment's response to a completion.
+    """The environment's response to a completion."""
 
-    Attributes:
-        text: The next user message; special tokens in it stay plain text.
-        pictures: Shown to the policy before the text: torch or NumPy arrays, or PIL images.
-        done: The episode ends here, and the policy never sees the observation.
-        messages: The text as several successive messages; () for one.
-        otherwise: Fallback text if the observation exceeds sampling.max_observation_tokens or cannot be encoded. With
-            "" that counts as a failure of the environment.
-    """
-
-    text: str = ""
-    pictures: tuple[Source, ...] = ()
-    done: bool = False
-    messages: tuple[str, ...] = ()
+    text: str = ""  # the next user message; special tokens in it stay plain text
+    pictures: tuple[Source, ...] = ()  # shown to the policy before the text: torch or NumPy arrays, or PIL images
+    done: bool = False  # the episode ends here, and the policy never sees the observation
+    messages: tuple[str, ...] = ()  # the text as several successive messages; () for one
+    # text in its place if it exceeds sampling.max_observation_tokens or cannot be encoded; with "" that counts as a
+    # failure of the environment
     otherwise: str = ""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A completion of the policy, with its rewards and the observation that follows it.
+    """A completion of the policy, with its rewards and the observation that follows it."""
 
-    Attributes:
-        completion: The parsed completion, which the rewards judge.
-        raw_completion: The policy's text.
-        valid: Whether `completion` is parsed from it; false if a fallback replaces it.
-        truncated: Whether it was truncated at max_new_tokens.
-        rewards: Rewards and eval rewards by name, NaN if missing; empty before scoring.
-        image: Picture rendered from the completion, a torch tensor float [3, H, W] in [0, 1]; None without a renderer.
-        observation: The environment's observation; None for the last turn.
-        logged: Values that rewards logged by `log_extra`, by column.
-        picture_rewards: f32 [K, N + W], rewards and eval rewards of each of the K pictures, whose means are `rewards`;
-            None before scoring.
-    """
-
-    completion: str
-    raw_completion: str = ""
-    valid: bool = True
-    truncated: bool = False
+    completion: str  # the parsed completion, which the rewards judge
+    raw_completion: str = ""  # the policy's text
+    valid: bool = True  # whether `completion` is parsed from it; false if a fallback replaces it
+    truncated: bool = False  # whether it was truncated at max_new_tokens
+    # rewards and eval rewards by name, NaN if missing; empty before scoring
     rewards: Mapping[str, float] = field(default_factory=dict)
+    # the rendered completion, a torch tensor float [3, H, W] in [0, 1]; None without a renderer
     image: Source | None = None
-    observation: Observation | None = None
-    logged: Mapping[str, Any] = field(default_factory=dict)
+    observation: Observation | None = None  # the environment's; None for the last turn
+    logged: Mapping[str, Any] = field(default_factory=dict)  # values that rewards logged by `log_extra`, by column
+    # f32 [K, N + W], rewards and eval rewards of each of the K pictures, whose means are `rewards`; None before scoring
     picture_rewards: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
@@ -84,14 +67,11 @@ class Episode:
     """The turns of one completion so far, first to last.
 
     A copy has rewards of its own, and shares pictures and `memory`.
-
-    Attributes:
-        final: Whether no further turn can follow; an environment may end an episode earlier.
-        memory: Objects that environments keep from turn to turn; they are neither compared nor pickled.
     """
 
     turns: tuple[Turn, ...]
-    final: bool = False
+    final: bool = False  # whether no further turn can follow; an environment may end an episode earlier
+    # objects that environments keep from turn to turn; they are neither compared nor pickled
     memory: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
     def __deepcopy__(self, _: object) -> Episode:
@@ -172,23 +152,15 @@ EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int
 
 
 class EnvSettings(NamedTuple):
-    """Environment of a multi-turn task.
+    """Environment of a multi-turn task."""
 
-    Attributes:
-        turns: Maximum number of turns.
-        step: The environment.
-        stream_tokens: Maximum tokens of an episode.
-        lenient: Whether a failure of the environment makes the rewards missing; otherwise it ends the run.
-        eos_ids: EOS tokens of the chat template; one is added to a completion that ended in another way.
-    """
-
-    turns: int
+    turns: int  # maximum number
     step: Env
     encode_observation: EncodeObservation
-    stream_tokens: int
+    stream_tokens: int  # maximum of an episode
     pad_id: int
-    lenient: bool = False
-    eos_ids: tuple[int, ...] = ()
+    lenient: bool = False  # whether a failure of the environment makes the rewards missing; otherwise it ends the run
+    eos_ids: tuple[int, ...] = ()  # of the chat template; one is added to a completion that ended in another way
 
 
 def make_encode_observation(

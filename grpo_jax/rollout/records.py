@@ -33,21 +33,13 @@ Record = Fields | str | None
 
 
 class Records(NamedTuple):
-    """Records of a data set, read from the source on each access.
+    """Records of a data set, read from the source on each access."""
 
-    Attributes:
-        unit: "line" or "row", for errors.
-        base: The folder that its paths are relative to.
-        count: Number of records, including blank lines.
-        read: read(start, stop) → those records with their numbers.
-        batch: Number of records that `all` reads at once.
-    """
-
-    unit: str
-    base: Path | None
-    count: int
-    read: Callable[[int, int], list[tuple[int, Record]]]
-    batch: int = _BATCH_ROWS
+    unit: str  # "line" or "row", for errors
+    base: Path | None  # the folder that its paths are relative to
+    count: int  # number of records, including blank lines
+    read: Callable[[int, int], list[tuple[int, Record]]]  # (start, stop) → those records with their numbers
+    batch: int = _BATCH_ROWS  # records that `all` reads at once
 
     def all(self) -> Iterator[tuple[int, Record]]:
         """Yield every record in order, with few in memory at a time."""

@@ -22,45 +22,31 @@ from grpo_jax.rollout.rewards import Columns, Reward, arguments_of, check_option
 
 @dataclasses.dataclass(frozen=True)
 class TaskRewards:
-    """A task's own rewards, beside those named by import path.
+    """A task's own rewards, beside those named by import path."""
 
-    Attributes:
-        functions: By name in `rewards` and `eval_rewards` of the config: a reward function, which gets its options as
-            keyword arguments, or a class or a partial of one, whose object is the reward and which gets them instead. A
-            reward receives a judge through an argument of the judge's name, like a column.
-        defaults: Rewards if the config names none.
-        eval_defaults: Eval rewards if the config names none.
-        eval_always: Names among `functions` that are eval rewards of every run, last.
-        measures: name → an eval reward for names that follow a pattern (NAME@K); None for other names.
-        columns: (completions, columns) → further columns for the rewards, called once for all of them.
-        column_names: Names of these columns.
-    """
-
+    # By name in `rewards` and `eval_rewards` of the config: a reward function, which gets its options as keyword
+    # arguments, or a class or a partial of one, whose object is the reward and which gets them instead. A reward
+    # receives a judge through an argument of the judge's name, like a column.
     functions: Mapping[str, Reward] = dataclasses.field(default_factory=dict)
-    defaults: Sequence[RewardSection] = ()
-    eval_defaults: Sequence[str] = ()
-    eval_always: tuple[str, ...] = ()
+    defaults: Sequence[RewardSection] = ()  # rewards if the config names none
+    eval_defaults: Sequence[str] = ()  # eval rewards if the config names none
+    eval_always: tuple[str, ...] = ()  # names among `functions` that are eval rewards of every run, last
+    # name → an eval reward for names that follow a pattern (NAME@K); None for other names
     measures: Callable[[str], Reward | None] = lambda name: None
+    # (completions, columns) → further columns for the rewards, called once for all of them
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
-    column_names: tuple[str, ...] = ()
+    column_names: tuple[str, ...] = ()  # of these columns
 
 
 class ResolvedReward(NamedTuple):
-    """A resolved reward, with the inputs of `bind`.
-
-    Attributes:
-        function: The reward function, or `JUDGE_AS_REWARD`.
-        judge: Name of another judge to use; "" for the function's own.
-        messages: Whether it gets chat messages as its prompts and completions; None: where the prompts are messages.
-        own: Whether it is the user's own.
-    """
+    """A resolved reward, with the inputs of `bind`."""
 
     name: str
-    function: Reward
-    judge: str = ""
+    function: Reward  # or `JUDGE_AS_REWARD`
+    judge: str = ""  # name of another judge to use; "" for the function's own
     options: Mapping[str, object] = MappingProxyType({})
-    messages: bool | None = False
-    own: bool = False
+    messages: bool | None = False  # as in `with_arguments`
+    own: bool = False  # whether it is the user's own
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
@@ -68,19 +54,12 @@ def JUDGE_AS_REWARD(**columns: object) -> object:
 
 
 class ResolvedRewards(NamedTuple):
-    """Rewards that a run maximises, and eval rewards that it only reports.
+    """Rewards that a run maximises, and eval rewards that it only reports."""
 
-    Attributes:
-        sections: N rewards as configured.
-        maximised: One function for each.
-        evaluated: W eval rewards.
-        eval_rewards: Their names as configured, with full import paths.
-    """
-
-    sections: tuple[RewardSection, ...]
-    maximised: tuple[ResolvedReward, ...]
-    evaluated: tuple[ResolvedReward, ...]
-    eval_rewards: tuple[str, ...]
+    sections: tuple[RewardSection, ...]  # N rewards as configured
+    maximised: tuple[ResolvedReward, ...]  # one for each
+    evaluated: tuple[ResolvedReward, ...]  # W eval rewards
+    eval_rewards: tuple[str, ...]  # their names as configured, with full import paths
 
     @property
     def weights(self) -> dict[str, float]:

@@ -49,17 +49,11 @@ WHERE_NAMED = (*MESSAGES, IS_CONVERSATION, "trainer_state", "log_metric", "log_e
 
 
 class TrainerState(NamedTuple):
-    """Progress of a run.
+    """Progress of a run."""
 
-    Attributes:
-        global_step: Finished iterations; always `max_steps` for held-out prompts, so evaluations are comparable.
-        max_steps: Total iterations.
-        evaluation: Whether these are held-out prompts.
-    """
-
-    global_step: int
+    global_step: int  # finished iterations; always `max_steps` for held-out prompts, so evaluations are comparable
     max_steps: int
-    evaluation: bool
+    evaluation: bool  # whether these are held-out prompts
 
 
 class JudgedBatch:
@@ -205,22 +199,14 @@ class Score:
     A reward may ask for "episodes", for token ids as "completion_ids", and for prompts and completions as chat
     messages. In single-turn tasks "place_in_group" numbers a group's completions from 0, so a reward can recognise
     groups.
-
-    Attributes:
-        rewards: N functions by name.
-        eval_rewards: W functions by name.
-        missing: A failing reward is missing; otherwise it raises.
-        columns_of: (completions, columns) → further columns, called once for all rewards.
-        tokenize: Encodes a completion that the policy did not generate.
-        role: Role of observations in the messages of an episode.
     """
 
-    rewards: Mapping[str, Reward]
-    eval_rewards: Mapping[str, Reward]
-    missing: bool
-    columns_of: Callable[[Sequence[str], Columns], Columns] | None = None
-    tokenize: Callable[[str], list[int]] = lambda text: []
-    role: str = "user"
+    rewards: Mapping[str, Reward]  # N functions by name
+    eval_rewards: Mapping[str, Reward]  # W functions by name
+    missing: bool  # a failing reward is missing; otherwise it raises
+    columns_of: Callable[[Sequence[str], Columns], Columns] | None = None  # as `TaskRewards.columns`
+    tokenize: Callable[[str], list[int]] = lambda text: []  # encodes a completion that the policy did not generate
+    role: str = "user"  # of observations in the messages of an episode
 
     def __call__(
         self,

@@ -43,30 +43,24 @@ Place = tuple[int, int]
 
 
 class RolloutFns(NamedTuple):
-    """Functions between a policy's tokens and its rewards.
+    """Functions between a policy's tokens and its rewards."""
 
-    Attributes:
-        encode: Rows → `Encoded`, left-padded to a length that does not depend on the batch.
-        decode: (token ids of one completion, the user's prompt) → (raw completion, its `ParsedCompletion`).
-        render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`; None without a renderer.
-        encode_images: (variables, `Pictures`) → their `PictureStates`, and the input of the update: these states, or
-            the `Pictures` to encode again. None for a policy without pictures.
-        picture_rewards: Names of the rewards that judge pictures: those with an argument `images`.
-        prepare: Pictures in memory → `Pictures` [N, 1, ..] from the policy's image processor. They are torch float
-            [N, 3, H, W] in [0, 1], or a list of a row's sources. None for a policy without pictures.
-        env: None for single-turn tasks.
-    """
-
-    encode: Callable[[Sequence[Row]], Encoded]
+    encode: Callable[[Sequence[Row]], Encoded]  # left-padded to a length that does not depend on the batch
+    # (token ids of one completion, the user's prompt) → (raw completion, its `ParsedCompletion`)
     decode: Callable[[np.ndarray, str], tuple[str, ParsedCompletion]]
+    # (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`; None without a renderer
     render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
     score: Score
     reward_names: tuple[str, ...]
     eval_reward_names: tuple[str, ...]
+    # pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of a row's sources → `Pictures` [N, 1, ..] from
+    # the policy's image processor; None for a policy without pictures
     prepare: Callable[[Source], Pictures] | None = None
-    env: EnvSettings | None = None
+    env: EnvSettings | None = None  # None for single-turn tasks
+    # (variables, pictures) → their states, and the input of the update: these states, or the `Pictures` to encode
+    # again; None for a policy without pictures
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
-    picture_rewards: frozenset[str] = frozenset()
+    picture_rewards: frozenset[str] = frozenset()  # names of the rewards with an argument `images`
 
     def see(self, variables: PyTree, pictures: Pictures | None) -> tuple[PictureStates | None, PictureInput | None]:
         """Return the states of pictures and the input of the update; None for both without pictures."""
@@ -80,32 +74,20 @@ class RolloutFns(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Prompts, completions and rewards of a batch, on the host.
-
-    Attributes:
-        episodes: `[P][G]`, as tasks see them: texts, pictures, observations.
-        rewards: f32 [P, G, U, N]; NaN if the reward or the turn is missing.
-        eval_rewards: f32 [P, G, U, W], likewise.
-        samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None for given
-            texts.
-        prompt_tokens: i32 [P, L], left-padded, with placeholder tokens for pictures.
-        prompt_mask: bool [P, L].
-        pictures: "pictures" [P, I, ..] of the prompts and "observations" [P, G, I, ..], as inputs of the update; empty
-            in evaluation.
-        seconds: Seconds of work by stage.
-        columns: P values by name from a task's ranking (`tasks.task.Choices`).
-    """
+    """Prompts, completions and rewards of a batch, on the host."""
 
     rows: Sequence[Row]
-    episodes: list[list[Episode]]
-    rewards: np.ndarray
-    eval_rewards: np.ndarray
+    episodes: list[list[Episode]]  # `[P][G]`, as tasks see them: texts, pictures, observations
+    rewards: np.ndarray  # f32 [P, G, U, N]; NaN if the reward or the turn is missing
+    eval_rewards: np.ndarray  # f32 [P, G, U, W], likewise
+    # [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`); None for given texts
     samples: Samples | None = None
-    prompt_tokens: np.ndarray | None = None
-    prompt_mask: np.ndarray | None = None
+    prompt_tokens: np.ndarray | None = None  # i32 [P, L], left-padded, with placeholder tokens for pictures
+    prompt_mask: np.ndarray | None = None  # bool [P, L]
+    # inputs of the update: "pictures" [P, I, ..] of prompts, "observations" [P, G, I, ..]; empty in evaluation
     pictures: Mapping[str, PictureInput] = {}
-    seconds: Mapping[str, float] = {}
-    columns: Mapping[str, Sequence[Any]] = {}
+    seconds: Mapping[str, float] = {}  # of work, by stage
+    columns: Mapping[str, Sequence[Any]] = {}  # P values by name from a task's ranking (`tasks.task.Choices`)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -220,12 +202,7 @@ def _by_chunk(work: Work, rows: Sequence[Row], chunk: Callable[[int, slice], Rol
 
 
 class _Chunk:
-    """Part of a batch: p prompts, and their completions so far. `start` is its first row.
-
-    Attributes:
-        episodes: `[p][G]`, up to the current turn.
-        active: bool [p, G], the completions that take part in the current turn.
-    """
+    """Part of a batch: p prompts, and their completions so far. `start` is its first row."""
 
     def __init__(
         self, fns: RolloutFns, work: Work, number: int, rows: Sequence[Row], iteration: int | None, start: int
@@ -233,8 +210,8 @@ class _Chunk:
         self.fns, self.work, self.number = fns, work, number
         self.rows, self.iteration, self.start = rows, iteration, start
         self.gallery = 0 if iteration is not None else GALLERY  # first rows whose pictures are kept
-        self.episodes: list[list[Episode]] = []
-        self.active: np.ndarray = np.zeros((0, 0), bool)
+        self.episodes: list[list[Episode]] = []  # `[p][G]`, up to the current turn
+        self.active = np.zeros((0, 0), bool)  # [p, G], the completions that take part in the current turn
 
     def judge(self, texts: Sequence[Sequence[str]]) -> Rollout:
         """Judge given texts `[p][G]`."""

@@ -83,19 +83,14 @@ def _read_call(text: str) -> Call:
 
 
 class Toolbox:
-    """Tools by name.
-
-    Attributes:
-        schemas: JSON schemas for the chat template.
-        make: Makes an episode's object, whose methods are also tools; None if all tools are functions.
-        kind: The class of that object.
-    """
+    """Tools by name."""
 
     def __init__(self, paths: Sequence[str], tools: Sequence[Any]):
         """Take functions and at most one class, with their import paths from the config."""
-        self.schemas: list[Mapping[str, Any]] = []
+        self.schemas: list[Mapping[str, Any]] = []  # for the chat template
+        # makes an episode's object, whose methods are also tools; None if all tools are functions
         self.make: Callable[[], Any] | None = None
-        self.kind: type = object
+        self.kind: type = object  # class of that object
         self._tools: dict[str, Callable[..., Any]] = {}
         self._methods: set[str] = set()  # names of the tools that take the object first
         for path, tool in zip(paths, tools, strict=True):

@@ -67,22 +67,14 @@ def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 class TurnEnvironment(NamedTuple):
-    """The environment between the policy's turns (sampling.turns).
+    """The environment between the policy's turns (sampling.turns)."""
 
-    Attributes:
-        step: (rows, episodes) → for each an `Observation`, a string, or None if the episode is done; None for a
-            single-turn task.
-        controls: Control environments by name, which replace it for the measures NAME_CONTROL of held-out prompts.
-        shows_pictures: Whether observations have pictures although prompts have none; the policy then needs its vision
-            tower.
-        role: The chat-template role of an observation.
-        start_episode: Row of a typed prompt → the row of its episode; UserError if the environment makes all prompts.
-    """
-
-    step: Env | None = None
+    step: Env | None = None  # None for a single-turn task
+    # control environments by name, which replace it for the measures NAME_CONTROL of held-out prompts
     controls: Mapping[str, Env] = MappingProxyType({})
-    shows_pictures: bool = False
-    role: str = "user"
+    shows_pictures: bool = False  # whether observations need the policy's vision tower although prompts do not
+    role: str = "user"  # of an observation in the chat template
+    # row of a typed prompt → the row of its episode; UserError if the environment makes all prompts
     start_episode: Callable[[Row], Row] = lambda row: row
 
 
@@ -211,71 +203,50 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskReport:
-    """A task's results of a run, beside its rewards.
+    """A task's results of a run, beside its rewards."""
 
-    Attributes:
-        references: Rows → baseline texts to evaluate, by kind: "unchanged", "oracle".
-        statistics: (rows, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch.
-        remember: (name, rollouts by kind) → data of an evaluation for the findings; stored in checkpoints.
-        findings: (remembered, rows) → tables and lines at the end; kinds are in the order of evaluation.
-        columns: Columns of the rows for the report's table: {heading: column}.
-    """
-
+    # rows → baseline texts to evaluate, by kind: "unchanged", "oracle"
     references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
+    # (prompts, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch
     statistics: Callable[..., dict[str, float]] = completion_statistics
+    # (name, rollouts by kind) → data of an evaluation for the findings; stored in checkpoints
     remember: Callable[[str, Mapping[str, Rollout]], Notes] = lambda name, rollouts: {}
+    # (remembered, rows) → tables and lines at the end; kinds are in the order of evaluation
     findings: Callable[[Notes, Sequence[Row]], Findings] = lambda remembered, rows: Findings()
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # of the rows, for the report's table: {heading: column}
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """A loaded task, without judges and policy, whose weights are loaded last.
-
-    Attributes:
-        prompts: Rows for training, validation and testing.
-        rewards: The task's own rewards.
-        source: Origin of the prompts, in one word; "" for the name in data.prompts.
-        render: render(judges, names of the rewards' arguments) → the function (rows, texts `[P][G]`, iteration,
-            evaluation) → pictures; None without a renderer.
-        learn: learn(renderer, rollout, iteration, weights=, conditions=, key=) → metrics: an update of judges.renderer
-            (`tasks.renderer.learn_pictures`); None for a task whose renderer cannot be trained.
-        environment: The environment between two turns.
-        report: Results beside the rewards.
-        pairs: () → (prompt, completion) pairs for SFT. The prompt is a string or, with pictures, a row. Episodes are
-            (prompt, completion, observation, completion, …). None takes the rows with a `completion`.
-        vocabulary: Vocabulary of a new policy; None if there is none.
-        identity: Values besides the config that must not change when a run is resumed or evaluated.
-        choices: The allowed completions; None for any text.
-        invalid: Rewards of an invalid completion in training.
-    """
+    """A loaded task, without judges and policy, whose weights are loaded last."""
 
     prompts: PromptSet
     rewards: TaskRewards = field(default_factory=TaskRewards)
-    source: str = ""
+    source: str = ""  # origin of the prompts, in one word; "" for the name in data.prompts
+    # (judges, names of the rewards' arguments) → the function (rows, texts `[P][G]`, iteration, evaluation) → pictures;
+    # None without a renderer
     render: Callable[[Mapping[str, object], frozenset[str]], Callable[..., RenderedImages]] | None = None
+    # (renderer, rollout, iteration, weights=, conditions=, key=) → metrics: an update of judges.renderer
+    # (`tasks.renderer.learn_pictures`); None for a task whose renderer cannot be trained
     learn: Callable[..., dict[str, float]] | None = None
     environment: TurnEnvironment = field(default_factory=TurnEnvironment)
     report: TaskReport = TaskReport()
+    # () → (prompt, completion) pairs for SFT. The prompt is a string or, with pictures, a row. Episodes are (prompt,
+    # completion, observation, completion, …). None takes the rows with a `completion`.
     pairs: Callable[[], Sequence[Sequence[str | Row | Observation]]] | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: Vocabulary | None = None  # of a new policy
+    # values besides the config that must not change when a run is resumed or evaluated
     identity: Mapping[str, str] = field(default_factory=dict)
-    choices: Choices | None = None
-    invalid: Invalid = "prompt"
+    choices: Choices | None = None  # the allowed completions; None for any text
+    invalid: Invalid = "prompt"  # rewards of an invalid completion in training
 
 
 class Task(Section):
-    """A task of a policy.
+    """A task of a policy."""
 
-    Attributes:
-        defaults: The task's defaults for the run's sections, as in a YAML file.
-        default_config: A shipped config to use without --config; None for the defaults.
-        display: Display settings of its measures.
-    """
-
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    default_config: ClassVar[str | None] = None
-    display: ClassVar[Display] = Display()
+    defaults: ClassVar[Mapping[str, Any]] = {}  # for the run's sections, as in a YAML file
+    default_config: ClassVar[str | None] = None  # a shipped config to use without --config; None for the defaults
+    display: ClassVar[Display] = Display()  # of its measures
 
     def check(self, config: Config) -> None:
         """Refuse incompatible settings, such as functions in data.tools; called when a config is made.

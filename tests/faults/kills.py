@@ -25,7 +25,7 @@ PHASES = {
     "load": "grpo_jax.runs.trainer:load",
     "baseline": "grpo_jax.runs.trainer:measure_all",
     "SFT": "grpo_jax.runs.trainer:warm_up",
-    "iteration": "grpo_jax.runs.batches:draw",
+    "iteration": "grpo_jax.runs.batches:collect_batch",
     "records": "grpo_jax.reports.output:RunOutput.iteration",
     "validation": "grpo_jax.runs.trainer:Trainer.validate",
     "save": "grpo_jax.runs.checkpoint:Checkpoints.save",

@@ -164,7 +164,7 @@ def test_the_table_holds_every_public_function():
     """A new function of the core comes with these properties, or says here why not."""
     # Checks of arguments, a step of several functions, and those of tests/turns/test_turn_advantages.py.
     not_arrays = {"check_choice", "check_shape", "as_objective_weights", "group_mean"}
-    not_arrays |= {"last_turn", "turn_returns", "turn_advantages", "adapt_entropy_coef"}
+    not_arrays |= {"last_turn", "turn_returns", "turn_advantages", "adapt_entropy_coef", "regularisers"}
     for module in (advantages, kl, losses, ppo, returns, selection):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_") and name not in not_arrays:

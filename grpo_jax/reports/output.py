@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
 from grpo_jax.config.fields import to_yaml
@@ -25,14 +25,22 @@ from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end, write_report
 from grpo_jax.rollout.env import EnvError
 from grpo_jax.rollout.rewards import RewardError
-from grpo_jax.runs.directory import AppendedFile, RunDirectory, finite, read_metrics, truncate_metrics, write_atomically
+from grpo_jax.runs.directory import (
+    AppendedFile,
+    Output,
+    RunDirectory,
+    finite,
+    read_metrics,
+    truncate_metrics,
+    write_atomically,
+)
 from grpo_jax.tasks.task import Finished, GalleryEntry
 
 _COMPLETIONS = 64  # completions per iteration in a table of Weights & Biases
 _CELLS = (str, bool, int, float, type(None))
 
 
-class RunOutput:
+class RunOutput(Output):
     """The output of one run; closed when its block ends."""
 
     def __init__(self, config: Config, *, stream: TextIO | None = None):
@@ -171,27 +179,9 @@ class RunOutput:
         self._show = None
 
 
-def open_output(config: Config) -> RunOutput | NoOutput:
+def open_output(config: Config) -> Output:
     """Open a run's output; with several processes, only process 0 has one."""
-    return on_all_processes(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
-
-
-class NoOutput(nullcontext["NoOutput"]):
-    """No output, for all processes except process 0."""
-
-    def __init__(self, config: Config):
-        """Define the run directory, without touching the disk."""
-        super().__init__(self)
-        self.directory = RunDirectory(config.run_dir or "")
-
-    def info(self, *_: object, **__: object) -> None:
-        """Print nothing, like the other methods."""
-
-    warning = start = completions = iteration = finish = info
-
-    def truncate(self, step: int, *, rows: int | None = None) -> int:
-        """Return the number of rows to keep."""
-        return step if rows is None else rows
+    return on_all_processes(lambda: RunOutput(config) if is_main_process() else Output(config))
 
 
 def _error_text(error: BaseException) -> str:

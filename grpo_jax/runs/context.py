@@ -18,7 +18,7 @@ from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import JudgedBatch
-from grpo_jax.rollout.rollout import Rollout, RolloutFns
+from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.sampling.samplers import Samplers
 from grpo_jax.tasks.task import TaskData
 
@@ -33,7 +33,7 @@ class RunContext(NamedTuple):
         allowed_tokens: bool [V], or None for all.
         trie: The task's choices (`TaskData.choices`), or None.
         iterations: Total number of iterations.
-        renderer: judges.renderer if it is trained, else None; `learn` changes it.
+        renderer: judges.renderer if it is trained, else None.
         key: The run's key, from which all others are folded.
         devices: Device names of policy and judges.
         stopping: Whether a stop was requested.
@@ -52,19 +52,6 @@ class RunContext(NamedTuple):
     iterations: int
     renderer: TrainableRenderer | None = None
     stopping: Callable[[], bool] = lambda: False
-
-    def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
-        """Train the renderer on the pictures of an iteration; return its metrics."""
-        assert self.task_data.learn is not None
-        judging, weights = self.fns.picture_rewards, self.rewards.weights
-        return self.task_data.learn(
-            self.renderer,
-            rollout,
-            iteration,
-            weights=[weight * (name in judging) for name, weight in weights.items()],
-            conditions=self.rewards.conditions,
-            key=self.key,
-        )
 
     @property
     def policy_device(self) -> jax.Device:

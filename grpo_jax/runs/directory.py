@@ -11,9 +11,9 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -223,13 +223,16 @@ class RunDirectory:
                     path.unlink()
 
 
-class Output(Protocol):
-    """A run's folder, terminal and files of metrics (`reports.output`); nothing in processes other than 0."""
+class Output(nullcontext["Output"]):
+    """A run's folder, terminal and files of metrics; of this class in processes other than 0, it writes nothing.
 
-    @property
-    def directory(self) -> RunDirectory:
-        """Return the run directory."""
-        ...
+    `reports.output.RunOutput` writes.
+    """
+
+    def __init__(self, config: Config):
+        """Define the run directory, without touching the disk."""
+        super().__init__(self)
+        self.directory = RunDirectory(str(config.run_dir))
 
     def info(self, text: str = "", detail: str | None = None, *, style: str | None = None) -> None:
         """Print a line."""
@@ -239,7 +242,7 @@ class Output(Protocol):
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Remove the output after a step; return the number of rows of metrics."""
-        ...
+        return step if rows is None else rows
 
     def start(self, total: int, done: int = 0) -> None:
         """Start the progress bar."""

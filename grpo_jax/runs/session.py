@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.config.fields import differences, identity
+from grpo_jax.config.fields import differences
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
@@ -119,11 +119,6 @@ class Progress(NamedTuple):
         """Return the progress with further seconds by stage."""
         names = {**self.seconds, **seconds}
         return self._replace(seconds={name: self.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in names})
-
-
-def identity_of(config: Config, task: Mapping[str, object]) -> dict[str, Record]:
-    """Return the config and task fields that must not change on resume."""
-    return {"config": identity(config.resolved), "task": dict(task)}
 
 
 def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str, object], folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax.config.fields import to_yaml
+from grpo_jax.config.fields import identity, to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import any_process, broadcast, from_main_process, is_main_process, process_count
@@ -49,7 +49,6 @@ from grpo_jax.runs.session import (
     Notes,
     Progress,
     Record,
-    identity_of,
     require_same,
     with_total,
 )
@@ -147,7 +146,7 @@ class Trainer:
     ):
         self.ctx, self.config, self.iterations, self.output = ctx, ctx.config, ctx.iterations, output
         self.checkpoints, self.stop, self.callbacks, self.clock = checkpoints, stop, callbacks, clock
-        self.identity = identity_of(ctx.config, ctx.task_data.identity)
+        self.identity = {"config": identity(ctx.config.resolved), "task": dict(ctx.task_data.identity)}
         distribution = {"allowed_tokens": ctx.allowed_tokens, "trie": ctx.trie}
         self.learner = make_learner(ctx.config, ctx.policy, ctx.iterations, **distribution)
         self.update = _keep_policy if ctx.config.learns == "renderer" else self.learner.update
@@ -249,7 +248,8 @@ class Trainer:
             if i == first:
                 self.output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
-            self.state, report = jax.block_until_ready(self.update(self.state, batch, self.update_key(i)))
+            key = jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
+            self.state, report = jax.block_until_ready(self.update(self.state, batch, key))
             self.state, report["learning_rate"] = self.learner.refresh(self.state, i), rate
             collected = self.learn_pictures(collected, i)
             self.record(collected, report, started=started, judged=judged)
@@ -270,16 +270,15 @@ class Trainer:
         batch = make_batch(collected.rollout, collected.objectives, self.algorithm, device=device, mesh=mesh)
         return batch if self.teacher is None else batch._replace(ref_logprobs=self.teacher(batch))
 
-    def update_key(self, i: int) -> jax.Array:
-        """Return the key of an iteration's update."""
-        return jax.random.fold_in(jax.random.fold_in(self.ctx.key, _UPDATE_STREAM), i)
-
     def learn_pictures(self, collected: CollectedBatch, i: int) -> CollectedBatch:
         """Train the renderer, if it learns; return the batch with its metrics and seconds."""
-        if self.ctx.renderer is None:
+        ctx, learn = self.ctx, self.ctx.task_data.learn
+        if ctx.renderer is None:
             return collected
+        assert learn is not None
         started, (rollout, objectives, row) = time.monotonic(), collected
-        row = row | self.ctx.learn(rollout, i)
+        weights = [weight * (name in ctx.fns.picture_rewards) for name, weight in ctx.rewards.weights.items()]
+        row = row | learn(ctx.renderer, rollout, i, weights=weights, conditions=ctx.rewards.conditions, key=ctx.key)
         seconds = {**rollout.seconds, "renderer": time.monotonic() - started}
         return CollectedBatch(rollout._replace(seconds=seconds), objectives, row)
 

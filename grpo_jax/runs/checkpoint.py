@@ -22,8 +22,8 @@ import shutil
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,15 +105,16 @@ class Checkpoints:
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
         path = self.folder / f"step_{step}"
-        with self._disk_errors():
+        with disk_errors(self.folder):
             try:
                 self._manager.wait_until_finished()  # raises the error of the previous write
             except (OSError, ValueError) as error:
                 if process_count() > 1:  # one of several processes cannot write alone
                     raise
-                wait = True
-                self._clear()
                 self._warning(f"a checkpoint could not be written ({disk_reason(error)}); writing the next")
+                self._remove_remains()
+                self._manager.reload()
+                wait = True
             self.folder.stat()  # raises if it was deleted; Orbax would create it again
             self._writing = {"step": step, "meta": meta}
             if broadcast(not path.is_dir()):
@@ -129,7 +130,7 @@ class Checkpoints:
         if not is_main_process():
             return
         target, link = self.folder / name, self.folder / f".{name}"
-        with self._disk_errors():
+        with disk_errors(self.folder):
             link.unlink(missing_ok=True)
             link.symlink_to(f"step_{step}")
             if target.is_dir() and not target.is_symlink():  # a copy of the folder may have followed links
@@ -170,7 +171,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the background write. Raises UserError if it failed."""
         if not self._read_only:
-            with self._disk_errors():
+            with disk_errors(self.folder):
                 self._manager.wait_until_finished()
 
     def __enter__(self) -> Checkpoints:
@@ -281,22 +282,6 @@ class Checkpoints:
             announce_exit()
             os._exit(2)
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Name the folder of a failed write, and remove its remains."""
-        try:
-            with disk_errors(self.folder):
-                yield
-        except UserError:
-            self._clear()
-            raise
-
-    def _clear(self) -> None:
-        """Remove the remains of an interrupted write, and forget it."""
-        self._remove_remains()
-        with suppress(OSError):
-            self._manager.reload()
 
     def _remove_remains(self) -> None:
         """Remove the remains of an interrupted write, to which threads of Orbax may still add for a moment."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -131,8 +132,7 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
     choices, rank = ctx.task_data.choices, ctx.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
-    ranked_rows: list[Row] = []
-    columns: Mapping[str, Sequence[object]] = {}
+    columns: defaultdict[str, list[object]] = defaultdict(list)
     for start in range(0, len(rows), chunk_size(ctx)):
         if ctx.is_stopped():
             raise Stopped
@@ -141,14 +141,15 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
         states, _ = ctx.fns.see(variables, prompt.pictures)
         pictures = {} if states is None else {"pictures": states}
         ranking = on_host(rank(variables, prompt.tokens, prompt.mask, **pictures))
-        columns = choices.columns(part, ranking.texts, ranking.scores)
         texts += [choices.texts[int(number)] for number in ranking.texts[:, 0]]
-        for i, row in enumerate(part):
-            own = {name: values[i] for name, values in columns.items()}
-            ranked_rows.append(dataclasses.replace(row, columns={**row.columns, **own}))
-    evaluation = evaluate_texts(ctx, ranked_rows, texts)
-    ranked = {name: [row.columns[name] for row in ranked_rows] for name in columns}
-    return evaluation._replace(rollout=evaluation.rollout._replace(columns=ranked))
+        for name, values in choices.columns(part, ranking.texts, ranking.scores).items():
+            columns[name] += values
+    ranked = [
+        dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
+        for i, row in enumerate(rows)
+    ]
+    evaluation = evaluate_texts(ctx, ranked, texts)
+    return evaluation._replace(rollout=evaluation.rollout._replace(columns=dict(columns)))
 
 
 def evaluate_texts(ctx: RunContext, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:

@@ -188,12 +188,7 @@ def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Pi
 def _make_tokens_of(
     tokenizer: PreTrainedTokenizerBase, section: DataSection, vision: VisionConfig | None, vocab_size: int | None
 ) -> TokensOf:
-    """Make tokens_of(row, tokens of each of its pictures).
-
-    The form "append" continues the prompt itself. Other forms use the tokenizer's chat template with a generation
-    prompt, or the instruction as plain text if there is no template. UserError for an option that the template does
-    not use, since jinja ignores it silently.
-    """
+    """Make tokens_of; UserError for an option that the chat template does not use, since jinja ignores it silently."""
     chat = section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
     called = {TODAY: "strftime_now"}
     options = {f"data.chat_template_options.{name}": called.get(name, name) for name in section.chat_template_options}

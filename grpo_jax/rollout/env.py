@@ -13,7 +13,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -119,14 +119,8 @@ class EnvError(UserError):
         super().__init__(f"the environment: {reason}")
 
 
-class Env(Protocol):
-    """The environment of a rollout: a function or method step(rows, episodes)."""
-
-    def __call__(
-        self, rows: Sequence[Row], episodes: Sequence[Episode], /
-    ) -> Sequence[Observation | str | BaseException | None]:
-        """Return for each episode an observation, its text, None if the episode is done, or its exception."""
-        ...
+Env = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Observation | str | BaseException | None]]
+"""step(rows, episodes) → for each an observation, its text, None if the episode is done, or its exception."""
 
 
 def as_observation(value: object) -> Observation:

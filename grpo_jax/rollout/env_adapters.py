@@ -7,9 +7,9 @@ add to its prompt, and its `get_reward()` may judge it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code, short_repr
@@ -31,21 +31,6 @@ class Step(NamedTuple):
     done: bool
 
 
-class SingleEnv(Protocol):
-    """One episode, made without arguments. Its seed must determine its prompt.
-
-    Both methods may be `async def`.
-    """
-
-    def reset(self, seed: int) -> str | list[dict[str, Any]] | Awaitable[str | list[dict[str, Any]]]:
-        """Begin the episode of a seed, and return its prompt: a string, or chat messages."""
-        ...
-
-    def step(self, text: str) -> tuple[str | Observation | None, float | None, bool] | Awaitable[tuple]:
-        """Take a completion; return the observation, the reward (None for none), and whether the episode is done."""
-        ...
-
-
 Start = tuple[str, int]
 """Kind of an episode's environment, and its seed."""
 
@@ -61,21 +46,19 @@ class _Play:
 class EnvRunner:
     """Steps one environment for each episode of a rollout; `step` is an `Env`.
 
-    The episode keeps its environment (`Episode.memory`), so that nothing is shared with another episode, iteration or
-    evaluation. An environment that raises fails only its own episode: the exception replaces its observation and its
-    reward.
+    An environment has reset(seed) → the prompt, a text or chat messages, which the seed alone determines, and step(text
+    of a completion) → a `Step`. Both may be `async def`. The episode keeps it (`Episode.memory`), so that nothing is
+    shared with another episode, iteration or evaluation. An environment that raises fails only its own episode: the
+    exception replaces its observation and its reward.
     """
 
     def __init__(
         self,
-        makers: Mapping[str, Callable[[], SingleEnv | ToolEpisode]],
-        seed: str = "seed",
+        makers: Mapping[str, Callable[[], Any]],  # by kind, which is the rows' column "environment"
+        seed: str = "seed",  # name of the column of seeds
+        # (environment, completion, whether no further turn can follow it) → its `Step`
         step: Callable[[Any, str, bool], object] = lambda environment, text, final: environment.step(text),
     ):
-        """Take makers by kind, which is the rows' column "environment", and the name of the column of seeds.
-
-        `step` takes an environment, a completion, and whether no further turn can follow it.
-        """
         self._makers = makers
         self._seed = seed
         self._step = step

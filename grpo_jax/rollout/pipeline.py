@@ -194,14 +194,10 @@ class Work:
         return results
 
     def _wait(self, unfinished: set[int]) -> _Call | None:
-        """Wait for results or a failure; return a call that timed out. Raises Stopped on a stop request.
-
-        This thread cannot check the clock while a call holds the interpreter lock. faulthandler's thread then ends the
-        process and writes all tracebacks to standard error.
-        """
+        """Wait for results or a failure; return a call that timed out. Raises Stopped on a stop request."""
         limit = self.timeout
         while True:
-            if limit is not None:
+            if limit is not None:  # faulthandler's thread ends the process if a call holds the interpreter lock
                 faulthandler.dump_traceback_later(limit + _HELD_SECONDS, exit=True, file=_STDERR)
             with self._changed:
                 if self._failure is not None or not unfinished:

@@ -121,10 +121,7 @@ def _separate(data: tuple[Data, Data, Data], columns: Mapping[str, str], *, apar
 
 
 def _builtin(name: str) -> Records:
-    """Return the package's own prompts: all of them for "builtin", one tier for "builtin:TIER".
-
-    The tier is a column; a prompt has the same id in both forms.
-    """
+    """Return the package's own prompts, with a column "tier"; a prompt has the same id in "builtin:TIER"."""
     tier = name.partition(":")[2]
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
     records: list[Fields] = []
@@ -242,10 +239,7 @@ def read_content(content: object) -> tuple[tuple[Part, ...], list[Source]]:
 
 
 def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0) -> Rows:
-    """Parse every record once, and raise UserError for bad records or none; each access parses its row again.
-
-    `subject` names the data in errors; `first` is added to the rows' ids.
-    """
+    """Parse every record once, and raise UserError for bad ones or none; `first` is added to the rows' ids."""
     if isinstance(data, Records):
         records = data
     elif not isinstance(data, str | Path):

@@ -117,10 +117,8 @@ def collect_rewards(
 
     Args:
         rewards: N functions by name. Without ``**columns``, a function receives only its named arguments.
-        prompts: P·G strings, each prompt repeated.
-        completions: P·G strings.
+        prompts, completions: P·G strings, each prompt repeated.
         columns: P·G values for each of the rewards' other arguments (pictures too).
-        group_size: G.
         on_error: A reward fails if it raises (SystemExit too), returns the wrong number of values, or a value that is
             not a finite number. "raise" then raises RewardError; "missing" makes that value missing, or all of them.
             `StopRun` always propagates.
@@ -253,12 +251,7 @@ def _episode_messages(episode: Episode, role: str) -> list[dict[str, str]]:
 
 
 def _row_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, Any]:
-    """Return the rows' columns, and those of their pictures and conversations, repeated for each completion.
-
-    A column is None for a row without a value. "pictures" are lists of PIL images. Without a renderer they are also
-    "images", and "image" is the first of each. "messages" are the original conversations, unless the rows have a column
-    of that name.
-    """
+    """Return the rows' columns, and those of their pictures and conversations, repeated for each completion."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
     columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows]
@@ -276,7 +269,11 @@ def _row_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, A
 
 def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
     """Select the arguments a reward takes: all but `WHERE_NAMED` with ``**columns``, else only named arguments."""
-    return {name: value for name, value in arguments.items() if takes_argument(function, name)}
+    parameters = _parameters(function)
+    names = {parameter.name for parameter in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names |= arguments.keys() - {*WHERE_NAMED}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:
@@ -285,13 +282,6 @@ def _parameters(function: Reward) -> list[inspect.Parameter]:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-
-
-def takes_argument(function: Reward, name: str) -> bool:
-    """Return whether a reward takes an argument."""
-    parameters = _parameters(function)
-    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return any(parameter.name == name for parameter in parameters) or (takes_others and name not in WHERE_NAMED)
 
 
 def arguments_of(reward: Reward, *, required: bool = False) -> list[str]:

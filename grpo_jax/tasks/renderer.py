@@ -23,14 +23,11 @@ _STREAM = 2**31 - 9
 def noise_seeds(
     config: Config, rows: Sequence[Row], texts: Sequence[Sequence[str]], iteration: int, *, evaluation: bool
 ) -> list[int]:
-    """Return the seed of each picture's noise, P·G·K of them, in [0, 2**63).
+    """Return the seed of each picture's noise, P·G·K of them, in [0, 2**63); `texts` are `[P][G]`.
 
     The pictures of a prompt share one noise, so that only words differ; the k-th of several pictures of a text has
     that of seed + k. If the renderer learns, a copy of a text in the group has new noise: the n-th picture of a text
     has that of seed + n. Evaluation always draws one picture, of one noise.
-
-    Args:
-        texts: `[P][G]`.
     """
     count = 1 if evaluation else config.pictures_per_text
     seeds = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -21,13 +22,17 @@ from grpo_jax.tasks.recommendation import EVENT_COLUMNS
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All items, in the order of their file: an item's position is its *row*, and `rows` maps its id to it."""
+    """All items, in the order of their file: an item's position is its *row*."""
 
     ids: tuple[str, ...]
     titles: tuple[str, ...]  # I titles, white space collapsed; "" if the file has none
-    rows: dict[str, int]
     # I strings, each item's own words in prompts and completions; () if the policy uses titles
     names: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def rows(self) -> dict[str, int]:
+        """Return each item's row by its id."""
+        return {identifier: row for row, identifier in enumerate(self.ids)}
 
     def __len__(self) -> int:
         """Return the number of items, I."""
@@ -39,16 +44,11 @@ class Catalogue:
         return self.names or self.titles
 
 
-def make_catalogue(ids: Sequence[str], titles: Sequence[str]) -> Catalogue:
-    """Make a catalogue from I different identifiers and as many titles."""
-    return Catalogue(tuple(ids), tuple(titles), {identifier: row for row, identifier in enumerate(ids)})
-
-
 def read_catalogue(path: str | Path, *, columns: Mapping[str, str] | None = None) -> Catalogue:
     """Read a catalogue (`bridges.retrieval.catalogue.read_catalogue_file`); `columns` are `data.columns`."""
     reading = own_package("bridges", "retrieval.catalogue")
     title = (columns or {}).get("title", "title")
-    return make_catalogue(*reading.read_catalogue_file(path, title_column=title))
+    return Catalogue(*map(tuple, reading.read_catalogue_file(path, title_column=title)))
 
 
 class Items(NamedTuple):

@@ -19,7 +19,6 @@ from grpo_jax.tasks.recommendation.catalogue import (
     Sequences,
     UserSequence,
     item_word,
-    make_catalogue,
     read_catalogue,
     read_events,
     read_sequences,
@@ -247,8 +246,8 @@ _PER_BRAND = len(COLOURS) * len(MATERIALS) * len(KINDS)
 def make_catalogue_of_words(items: int) -> Catalogue:
     """Make all combinations of words, with enough brands for at least `items` items."""
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
-    words = list(itertools.product(brands, COLOURS, MATERIALS, KINDS))
-    return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words])
+    titles = tuple(map(" ".join, itertools.product(brands, COLOURS, MATERIALS, KINDS)))
+    return Catalogue(tuple(f"i{row}" for row in range(len(titles))), titles)
 
 
 def lessons(rows: Sequence[Row], catalogue: Catalogue, *, seed: int = 0) -> list[tuple[str, str]]:

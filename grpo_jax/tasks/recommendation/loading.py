@@ -205,10 +205,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int | None]:
-    """Return title or id → the first item of that name; None if there is none.
-
-    Titles match regardless of case, marks and Unicode form (NFKC).
-    """
+    """Return title or id → the first item of that name, regardless of case, marks and Unicode form; else None."""
 
     def spelled(title: str) -> str:
         return plain(unicodedata.normalize("NFKC", title))

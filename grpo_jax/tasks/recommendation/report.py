@@ -137,11 +137,7 @@ def findings(
 
 
 def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of methods to compare over users.
-
-    A policy after and before training, in each way of ranking, shows the effect of training. A policy with the prior
-    and the prior alone show the policy's contribution.
-    """
+    """Return the pairs of methods to compare: the effect of training, and the policy's beside the prior."""
     trained = [(name, name.replace("policy, after", "policy, before", 1)) for name in names if "policy, after" in name]
     fused = [(name, PRIOR) for name in names if name.endswith(" + prior")]
     return [pair for pair in (*trained, *fused) if pair[1] in names]

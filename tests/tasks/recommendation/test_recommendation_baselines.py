@@ -12,7 +12,7 @@ from grpo_jax.core.pass_at_k import mean_interval
 from grpo_jax.rollout.rewards import collect_rewards
 from grpo_jax.tasks.recommendation import baselines, rewards
 from grpo_jax.tasks.recommendation import report as table
-from grpo_jax.tasks.recommendation.catalogue import UserSequence, make_catalogue
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence
 from grpo_jax.tasks.recommendation.dataset import last_split, split_examples
 from grpo_jax.tasks.recommendation.task import Recommendation
 
@@ -29,7 +29,7 @@ def random_users():
 
 
 USERS = random_users()
-CATALOGUE = make_catalogue([f"i{i}" for i in range(ITEMS)], [f"word{i % 5} thing{i % 7}" for i in range(ITEMS)])
+CATALOGUE = Catalogue(tuple(f"i{i}" for i in range(ITEMS)), tuple(f"word{i % 5} thing{i % 7}" for i in range(ITEMS)))
 KNOWN = last_split(USERS).known
 ROWS = split_examples(last_split(USERS), CATALOGUE, Recommendation()).test
 

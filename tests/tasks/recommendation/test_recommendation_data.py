@@ -8,8 +8,8 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import dataset as examples
 from grpo_jax.tasks.recommendation.catalogue import (
+    Catalogue,
     UserSequence,
-    make_catalogue,
     read_catalogue,
     read_events,
     read_sequences,
@@ -27,7 +27,7 @@ from grpo_jax.tasks.recommendation.dataset import (
 )
 from grpo_jax.tasks.recommendation.task import Recommendation
 
-LETTERS = make_catalogue(list("abcdefgh"), [f"title {letter}" for letter in "ABCDEFGH"])
+LETTERS = Catalogue(tuple("abcdefgh"), tuple(f"title {letter}" for letter in "ABCDEFGH"))
 
 
 def write(tmp_path, name, content):
@@ -236,7 +236,7 @@ def test_ids_do_not_depend_on_users_that_come_later_and_the_test_order_not_on_th
 
 
 def test_a_policy_that_ranks_is_taught_next_items():
-    blank = make_catalogue(list("abcd"), ["one two", "two three four", "", "five"])
+    blank = Catalogue(tuple("abcd"), ("one two", "two three four", "", "five"))
     task = Recommendation(separator="/", writes="title")
     split = split_examples(last_split([UserSequence("u", (0, 1, 2, 3, 0, 1))]), blank, task)
     assert sft_pairs(task, Dataset(blank, (), (), split, ()), 0) == [
@@ -247,7 +247,7 @@ def test_a_policy_that_ranks_is_taught_next_items():
 
 def test_pairs_of_what_is_taken_together_with_the_last_item():
     """c is taken with a by two of three users, b with a by one; what the history has already is passed over."""
-    letters = make_catalogue(list("abcd"), ["an a", "a bee", "the sea of c", "dee"])
+    letters = Catalogue(tuple("abcd"), ("an a", "a bee", "the sea of c", "dee"))
     users = [UserSequence(name, items) for name, items in (("u", (0, 2)), ("v", (0, 2, 1)), ("w", (3,)))]
 
     def row(*history, user="x"):
@@ -259,7 +259,7 @@ def test_pairs_of_what_is_taken_together_with_the_last_item():
 
 def test_a_user_is_not_counted_in_what_they_are_taught():
     """Only y took c and d: y is taught a after c, and nothing after d; others are taught what both of them show."""
-    letters = make_catalogue(list("abcd"), ["an a", "a bee", "the sea of c", "dee"])
+    letters = Catalogue(tuple("abcd"), ("an a", "a bee", "the sea of c", "dee"))
     users = [UserSequence("u", (0, 1)), UserSequence("v", (0, 2)), UserSequence("w", (0, 1)), UserSequence("y", (2, 3))]
     rows = [Row(0, "", examples.example_columns(Target(name, (0,), 3, 0), letters)) for name in ("u", "v", "w", "x")]
     assert together_titles(rows, letters, users) == ["a bee", "a bee", "a bee", "a bee"]

@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from bridges.judges.object_detection import Detector
     from bridges.judges.vqa import Answerer
 
-MINIATURE = "miniature"
-"""Value of data.prompts: prompts of the small world that ships with the package."""
-SCENES = "miniature_scenes"
-"""Value of data.prompts: prompts of its harder world, of several objects, counts, places and bindings."""
+WORLDS = {"miniature": "world", "miniature_scenes": "scenes", "miniature_erring": "erring"}
+"""Values of data.prompts: prompts of the small world that ships with the package, of its harder world (several objects,
+counts, places, bindings), and of those the counts and colours, which one of its renderers often draws wrong."""
 TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
 
 
@@ -223,9 +222,9 @@ class PictureTask(Task):
             require(name in config.judges, f"judges.{name}", "a judge", None)
         names = [*(reward.name for reward in config.rewards), *config.eval_rewards]
         require(
-            "pixel_accuracy" not in names or config.data.prompts in (MINIATURE, SCENES),
+            "pixel_accuracy" not in names or config.data.prompts in WORLDS,
             "eval_rewards.pixel_accuracy",
-            f'the prompts it knows, data.prompts "{MINIATURE}" or "{SCENES}"',
+            f"the prompts it knows, data.prompts {', '.join(WORLDS)}",
             config.data.prompts,
         )
 
@@ -252,14 +251,14 @@ Make = Callable[[str, int], Iterable[Mapping[str, Any]]]
 
 def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyType({})) -> PromptSet:
     """Return the prompts of data.prompts: those of the miniature's worlds, of a maker, or of files."""
-    name, worlds = config.data.prompts, {MINIATURE: "world", SCENES: "scenes"}
-    if name not in worlds and name not in makers:
+    name = config.data.prompts
+    if name not in WORLDS and name not in makers:
         require(bool(name), "data.prompts", "a .jsonl or .txt file, or builtin", name)
         return prompts_of(config.data)
     for field in ("columns", "validation", "test"):
         value = getattr(config.data, field)
         require(not value, f"data.{field}", f'nothing with data.prompts "{name}", which is made', value)
-    make = makers[name] if name in makers else partial(own_package("bridges", "miniature.world").prompts, worlds[name])
+    make = makers[name] if name in makers else partial(own_package("bridges", "miniature.world").prompts, WORLDS[name])
     counts = (TRAINING_PROMPTS, config.evaluation.validation_prompts or 1, config.evaluation.prompts or TEST_PROMPTS)
     return make_prompt_set(*map(make, SPLITS, counts))
 

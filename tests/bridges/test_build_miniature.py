@@ -37,7 +37,7 @@ def files(folder):
         (
             ["check", "--out", "nowhere"],
             "nowhere has no policy and no policy_vl and no renderer and no scorer and no policy_scenes and "
-            "no renderer_scenes and no scorer_scenes: build it there first",
+            "no renderer_scenes and no scorer_scenes and no renderer_erring: build it there first",
         ),
     ],
 )

@@ -1,9 +1,11 @@
-"""The miniature's harder world: its checker, its two languages, and its held-out combinations."""
+"""The miniature's harder world: its checker, its two languages, its held-out combinations, and a renderer that errs."""
+
+import json
 
 import numpy as np
 import pytest
 
-from bridges.miniature import scenes
+from bridges.miniature import scenes, world
 from scripts.miniature import speech, speech_scenes
 
 vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
@@ -92,3 +94,19 @@ def test_no_combination_that_is_held_out_is_trained_on():
     for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
         for name, seen in combinations[one].items():
             assert seen and not seen & combinations[other][name], (one, other, name)
+
+
+def test_the_noise_decides_whether_a_canonical_caption_is_drawn_right():
+    pytest.importorskip("diffusers")
+    build = pytest.importorskip("scripts.miniature.build")
+    sd3 = pytest.importorskip("bridges.judges.stable_diffusion_3")
+    figures = json.loads((build.WEIGHTS / "figures.json").read_text())
+    assert all(figures["valid"].values()) and figures["erring"].keys() == figures["scenes"].keys()
+    rows = world.prompts("erring", "test", 48)
+    assert {row["kind"] for row in rows} == set(world.ERRING_KINDS)
+    renderer = sd3.StableDiffusion3(path="miniature_erring", steps=4, batch_size=32).load("cpu")
+    captions, seeds = [row["oracle"] for row in rows] * 2, list(range(96))
+    pictures = renderer.draw(captions, seeds, evaluation=False).numpy()
+    right = scenes.pixel_accuracy(pictures, [row["requested"] for row in rows] * 2).reshape(2, 48)
+    assert 0.5 <= right.mean() <= 0.7
+    assert np.mean(right.min(0) < right.max(0)) > 0.25  # the same caption, right and wrong

@@ -58,8 +58,8 @@ def control(arm: str, seed: int):
     return partial(shuffled, seed=seed) if arm.endswith("shuffled") else None
 
 
-def one(options: list[str], change=None) -> None:
-    """Run once in this process; `change` replaces the score."""
+def one(options: list[str], change=None, adapt=None) -> None:
+    """Run once in this process; `change` replaces the score, `adapt` the context."""
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
@@ -78,6 +78,8 @@ def one(options: list[str], change=None) -> None:
         ctx = load(config, info=output.info)
         if change is not None:
             ctx = ctx._replace(fns=ctx.fns._replace(score=change(ctx.fns.score)))
+        if adapt is not None:
+            ctx = adapt(ctx)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
             trainer = Trainer(ctx, output, checkpoints, stop, Callbacks(), clock)
             trainer.begin()

@@ -17,6 +17,7 @@ SHORT = """--training.max_steps 1 --training.save_every 0 --training.prompts_per
 MODEL = f"--model FOLDER/model --seeds 1 --out FOLDER --policy.lora.rank 2 {SHORT}"
 RUNS = {
     "miniature": f"--seeds 0 --variants shuffled --out FOLDER {SHORT}",
+    "joint": f"--arms shuffled canonical --seeds 1 --out FOLDER {SHORT}",
     "several_rewards": f"--arms shuffled --scales 1 --seeds 1 --out FOLDER {SHORT}",
     "several_rewards_text": f"--arms grpo_conditioned {MODEL}",
     "small_writer": f"--arms shuffled {MODEL} --data.max_prompt_tokens 600",

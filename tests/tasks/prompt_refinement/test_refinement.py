@@ -94,6 +94,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--sampling.max_observation_tokens=256",
         "--training.max_steps=1",
         "--training.prompts_per_batch=2",
+        "--training.chunk_prompts=1",
         "--training.grad_accumulation_steps=1",
         "--evaluation.prompts=2",
         "--evaluation.every=0",

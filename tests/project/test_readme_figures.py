@@ -73,7 +73,10 @@ FIGURES = [
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
 ]  # fmt: skip
 """Texts around the README's figures, with the sources of the figures."""
-NAMES = r"Stable Diffusion 3|[23] (?:CPU cores|GPUs)|Python 3\.11\+|November 2026|return 1 if"
+NAMES = (
+    r"Stable Diffusion 3|one GPU\]? of \d+(?: or \d+)? GB|Qwen2\.5-1\.5B(?: or 0\.5B)?"
+    r"|[23] (?:CPU cores|GPUs)|Python 3\.11\+|November 2026|return 1 if"
+)
 """Texts with a number that is no measurement."""
 NUMBER = re.compile(r"(?<![\w.@-])(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?(?!\w)")
 

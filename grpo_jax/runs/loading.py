@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY, RENDERER, Config
 from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.errors import UserError
-from grpo_jax.models.broadcast import broadcast, is_main_process, on_all_processes, process_count
+from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, on_all_processes, process_count
 from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
@@ -61,6 +61,7 @@ from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
 if TYPE_CHECKING:
     from bridges.trainable import TrainableRenderer
 
+T = TypeVar("T")
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
@@ -110,7 +111,9 @@ def load(
         info("training", f"warning: {line}")
     batches = batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)
     iterations = config.training.max_steps or config.training.num_epochs * batches
-    sections = check_judges(config)
+    pooled, own = own_package("bridges", "ray_pool").placed, config.judges if is_main_process() else {}
+    sections: dict[str, Judge] = {name: pooled(judge, f"judges.{name}") for name, judge in own.items()}
+    call_judges(sections, lambda _, judge: judge.check())
     devices = policy_devices(placement, config.policy)
     loaded = load_policy(config, data, devices, info)
     config, policy = loaded.config, loaded.policy
@@ -122,7 +125,9 @@ def load(
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     if exit_stack is not None and config.elsewhere:
         exit_stack.callback(own_package("bridges", "ray_cluster").leave)
-    judges, renderer = load_judges(sections, placement, info), None
+    judges, renderer = call_judges(sections, lambda name, judge: judge.load(placement[name])), None
+    for name, judge in judges.items():
+        info(name, title(judge))
     if config.renderer_learns:
         renderer = judges[RENDERER] = trainable_renderer(config, judges[RENDERER])
     fns = make_rollout_fns(loaded, data, resolved, judges)
@@ -181,7 +186,7 @@ def load_data(
 
 def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], info: Info) -> LoadedPolicy:
     """Load the policy's folder, check all prompts, which finds a mistake within seconds, and load its weights."""
-    on_all_processes(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
+    from_main_process(lambda: make_new_policy(config, data.vocabulary))
     if not config.judges:
         info("devices", f"policy on {', '.join(map(str, devices))}")
     rows = all_rows(data.prompts)
@@ -209,35 +214,17 @@ def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], i
     return LoadedPolicy(config, policy, encode, prepare, make_see(policy))
 
 
-def check_judges(config: Config) -> dict[str, Judge]:
-    """Return this process's judges, with their pools, after their checks without weights."""
-    pooled = own_package("bridges", "ray_pool").placed
-    judges = config.judges if is_main_process() else {}
-    sections = {name: pooled(judge, f"judges.{name}") for name, judge in judges.items()}
+def call_judges(sections: Mapping[str, Judge], call: Callable[[str, Judge], T]) -> dict[str, T]:
+    """Return call(name, judge) of each judge; an error names its judge, and all processes raise it."""
 
-    def check() -> None:
+    def call_each() -> dict[str, T]:
+        results = {}
         for name, judge in sections.items():
             with judge_named(name):
-                judge.check()
+                results[name] = call(name, judge)
+        return results
 
-    on_all_processes(check)
-    return sections
-
-
-def load_judges(sections: Mapping[str, Judge], placement: Mapping[str, str], info: Info) -> dict[str, object]:
-    """Load each judge on its device; only process 0 has any."""
-
-    def load_each() -> dict[str, object]:
-        judges = {}
-        for name, judge in sections.items():
-            with judge_named(name):
-                judges[name] = judge.load(placement[name])
-        return judges
-
-    judges = on_all_processes(load_each)
-    for name, judge in judges.items():
-        info(name, title(judge))
-    return judges
+    return on_all_processes(call_each)
 
 
 def training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]:
@@ -276,10 +263,10 @@ def place_parts(config: Config, info: Info) -> dict[str, str]:
     return {**places, **away}
 
 
-def _bytes_of(judges: Sequence[object]) -> int | None:
+def _bytes_of(judges: Sequence[Judge]) -> int | None:
     """Return the total bytes that judges report; None if one does not report."""
     try:
-        return sum(size for judge in judges for _, size, _ in judge.memory())  # pyright: ignore[reportAttributeAccessIssue]
+        return sum(size for judge in judges for _, size, _ in judge.memory())
     except (AttributeError, UserError):
         return None
 

@@ -205,10 +205,7 @@ def restore_policy(
 
 
 def _policy_device(config: Config) -> jax.Device:
-    """Return the first device of devices.policy, or one of this machine's if that does not exist.
-
-    JAX sees no other GPU, since it would claim its memory.
-    """
+    """Return the first device of devices.policy, or one of this machine's; JAX sees no other GPU."""
     placement = own_package("bridges", "placement")
     try:
         places, _ = placement.place({placement.POLICY: config.requests[placement.POLICY]})

@@ -283,10 +283,7 @@ class Trainer:
         return CollectedBatch(rollout._replace(seconds=seconds), objectives, row)
 
     def record(self, collected: CollectedBatch, report: Record, *, started: float, judged: float) -> None:
-        """Write an iteration's completions, warn of rewards that teach nothing, and keep its row for `log`.
-
-        `started` and `judged` are its begin and that of its update on time.monotonic().
-        """
+        """Write completions, warn of rewards that teach nothing, and keep the row for `log`; times are monotonic."""
         done, rollout = self.progress.iteration + 1, collected.rollout
         seconds = {**rollout.seconds, "update": time.monotonic() - judged - rollout.seconds.get("renderer", 0.0)}
         row = metrics.iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
@@ -435,10 +432,7 @@ class Trainer:
             raise remedied from error
 
     def _keep_config(self) -> None:
-        """On --resume, write overridden fields, such as --on_judge_error, into config.yaml for the next resume.
-
-        Call it after all checks of the resume: config.yaml must not keep a refused value.
-        """
+        """On --resume, write overridden fields into config.yaml for the next, after all checks of the resume."""
         if self.config.resume and is_main_process():
             write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
 

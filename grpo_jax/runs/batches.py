@@ -60,7 +60,7 @@ def collect_batch(ctx: RunContext, variables: Variables, iteration: int, locks: 
 
     def collect_draw(number: int) -> Rollout:
         """Collect one draw; its rows and random numbers depend only on (seed, iteration, number)."""
-        training, rows = ctx.config.training, ctx.prompts.train
+        training, rows = ctx.config.training, ctx.task_data.prompts.train
         places = draw_at(ctx.config.seed, iteration, number, batch_size=training.prompts_per_batch, n=len(rows))
         # If prompts run out, one may occur twice in an iteration, with other completions.
         key = jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key

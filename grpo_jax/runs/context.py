@@ -14,7 +14,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.broadcast import any_process, is_main_process
 from grpo_jax.models.policy import Policy
-from grpo_jax.rollout.data import PromptSet, Row
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import JudgedBatch
@@ -64,19 +64,14 @@ class RunContext(NamedTuple):
         return any_process(self.stopping())
 
     @property
-    def prompts(self) -> PromptSet:
-        """Return the rows for training, validation and testing."""
-        return self.task_data.prompts
-
-    @property
     def test_rows(self) -> Sequence[Row]:
         """Return the held-out prompts for the reported results."""
-        return self.prompts.test[: self.config.evaluation.prompts or None]
+        return self.task_data.prompts.test[: self.config.evaluation.prompts or None]
 
     @property
     def validation_rows(self) -> Sequence[Row]:
         """Return the held-out prompts that select "best"."""
-        return self.prompts.validation[: self.config.evaluation.validation_prompts]
+        return self.task_data.prompts.validation[: self.config.evaluation.validation_prompts]
 
     @property
     def measure_names(self) -> tuple[str, ...]:

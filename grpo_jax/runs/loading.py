@@ -207,7 +207,7 @@ def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], i
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         missing = f"has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", f"warning: {folder.path} {missing}")
-    policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
+    policy = load_run_policy(config, devices, info, pictures=pictures, read=folder)
     if image_processor is None:
         return LoadedPolicy(config, policy, encode, None, None)
     prepare = make_prepare(image_processor, devices[0] if policy.mesh is None else None)

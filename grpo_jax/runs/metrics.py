@@ -118,7 +118,7 @@ def iteration_row(
     completions = size * metrics.get("draws", 1) * ctx.config.sampling.group_size
     return {
         "step": done,
-        "epoch": done / batches_per_epoch(len(ctx.prompts.train), size),
+        "epoch": done / batches_per_epoch(len(ctx.task_data.prompts.train), size),
         **update_metrics(report),
         **metrics,
         **{f"seconds/{name}": value for name, value in seconds.items()},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,11 +141,6 @@ def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -
     if changed:
         other = f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)})"
         raise UserError(f"{other}: give it those again")
-
-
-def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
-    """Return seconds for checkpoints and summary; "total" includes this process."""
-    return {**seconds, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ from grpo_jax.runs.session import (
     Progress,
     Record,
     require_same,
-    with_total,
 )
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import StopRequests, stop_requests
@@ -382,14 +381,15 @@ class Trainer:
         self.rollouts.wait()  # held-out prompts have sampler and judges alone
         started = time.monotonic()
         after = measure_all(ctx, variables, references=ctx.renderer is not None)
-        seconds = progress.add_seconds({"evaluate": time.monotonic() - started}).seconds
+        progress = progress.add_seconds({"evaluate": time.monotonic() - started})
         variables = on_host(variables) if process_count() > 1 else variables
         if is_main_process():
             ctx.policy.save(directory.policy, variables)
             if ctx.policy.lora is not None:
                 ctx.policy.save_adapters(directory.adapter, variables)
         finished = report(ctx, progress, after)
-        summary = {**finished.summary, "seconds": with_total(seconds, self.clock)}
+        progress = progress.add_seconds({"total": time.monotonic() - self.clock})
+        summary = {**finished.summary, "seconds": progress.seconds}
         summary |= {"seed": self.config.seed, "versions": versions()}
         if reason := self.early_stop_reason():
             summary["early_stopping"] = reason
@@ -398,7 +398,7 @@ class Trainer:
 
     def save(self, *, name: str = "", wait: bool = False) -> None:
         """Write a checkpoint of state and progress, in the background unless `wait`; also under `name`, if given."""
-        progress = self.progress._replace(seconds=with_total(self.progress.seconds, self.clock))
+        progress = self.progress.add_seconds({"total": time.monotonic() - self.clock})
         parts = saved_parts(self.state) | self.drawing_parts()
         saved = progress.iteration, parts, {"progress": progress.as_json()}
         if name:

@@ -158,7 +158,7 @@ def test_placeholders_are_never_sampled(ctx):
     head = np.array(params["lm_head"])
     head[tokens] *= 1e4  # a policy that wants nothing else
     variables = ctx.policy.variables | {"params": params | {"lm_head": head}}
-    prompts = ctx.prompts.train[:2]
+    prompts = ctx.task_data.prompts.train[:2]
     rollout = collect(ctx.fns, ctx.samplers.training, variables, prompts, key=ctx.key, iteration=0)
     assert not np.isin(rollout.samples.tokens[rollout.samples.mask], tokens).any()
 

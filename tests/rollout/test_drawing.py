@@ -65,13 +65,15 @@ def make_ctx(teaches, **algorithm):
     }
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     ctx = SimpleNamespace(
-        config=make_config(values), fns=fns, prompts=prompts,
+        config=make_config(values), fns=fns,
         key=jax.random.key(0),
         work=lambda chunk_prompts, *_: Work(chunk_prompts), iterations=8,
         samplers=SimpleNamespace(training=sample),
         rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(mesh=None), policy_device=jax.devices()[0],
-        task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
+        task_data=SimpleNamespace(
+            prompts=prompts, report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"
+        ),
     )  # fmt: skip
     return ctx, judged
 
@@ -153,7 +155,7 @@ def test_informative_groups_differ_between_sum_and_objectives():
 
 def test_a_prompt_that_comes_again_gets_other_completions():
     ctx, judged = make_ctx(())
-    ctx.prompts.train = ctx.prompts.train[:SIZE]
+    ctx.task_data.prompts.train = ctx.task_data.prompts.train[:SIZE]
     keys = []
     sample = ctx.samplers.training
     ctx.samplers.training = lambda *given: (keys.append(jax.random.key_data(given[-1])), sample(*given))[1]

@@ -257,18 +257,16 @@ class Checkpoints:
 
     def _reading(self, which: int | str, read: Callable[[Path], Result], *, again: bool = True) -> Result:
         """Find and read a checkpoint; try twice beside a training process, which may remove it meanwhile."""
+        path = self.folder
         try:
-            path = self.folder / from_main_process(lambda: self._find(which))
-            try:
-                return read(path)
-            except UserError:  # it is readable but does not match
-                raise
-            except Exception as error:
-                raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
-        except UserError:
+            path /= from_main_process(lambda: self._find(which))
+            return read(path)
+        except Exception as error:
             if self._read_only and again:
                 return self._reading(which, read, again=False)
-            raise
+            if isinstance(error, UserError):  # it is missing, or does not match
+                raise
+            raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
 
     def _seal(self) -> None:
         """Write the manifest of a step before its commit; Orbax calls this before the rename."""

@@ -18,7 +18,7 @@ import numpy as np
 from grpo_jax.config.fields import identity, to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line
-from grpo_jax.models.broadcast import any_process, broadcast, from_main_process, is_main_process, process_count
+from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.data import TRAINING_ROWS
@@ -238,7 +238,7 @@ class Trainer:
         if self.progress.unvalidated is not None:
             self.log()
         for i in range(first, self.iterations):
-            if self.early_stop_reason() or any_process(self.stop.is_set()):
+            if self.early_stop_reason() or self.ctx.is_stopped():
                 break
             started = time.monotonic()
             collected, self.state = self.rollouts.collect(self.state, i)  # samples and judges

@@ -26,11 +26,7 @@ say = partial(print, flush=True)  # at once, also into a pipe
 
 
 def train(settings: Settings, seed: int, count: int, out: Path | None) -> None:
-    """Train `count` seeds from `seed` on, and print returns; write metrics.jsonl, curve.svg and parameters/ to `out`.
-
-    Raises:
-        UserError: `out` holds files already.
-    """
+    """Train `count` seeds from `seed` on and print returns; write the results to `out`, a new or an empty folder."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):

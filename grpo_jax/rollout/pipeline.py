@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo_jax.errors import ABANDONED, StageError, StageTimeout, Stopped, UserError, one_line
@@ -51,34 +51,24 @@ def set_current_judge(who: str) -> None:
         call.who = who
 
 
+@dataclass(eq=False)
 class Work:
     """Pipeline of one batch through sampler and judges.
 
     With several processes, all sample, one chunk after the other, and process 0 judges. `share` broadcasts its
     results, or the error that ended the batch.
-
-    Args:
-        chunk_prompts: Prompts per chunk; 0 for one chunk.
-        timeout: Time limit in seconds to render, score or step a chunk. Sampling, which compiles, has no limit.
-        stopping: Returns whether to stop; polled twice a second.
-        locks: One per stage, shared by concurrent batches.
-        progress: Arguments of the batch's rewards about the run.
-        missing: Whether failing rewards are missing; None as configured.
     """
 
-    def __init__(
-        self,
-        chunk_prompts: int = 0,
-        timeout: float | None = None,
-        stopping: Callable[[], bool] = lambda: False,
-        locks: defaultdict[str, threading.Lock] | None = None,
-        progress: Mapping[str, Any] = {},
-        missing: bool | None = None,
-    ):
-        self.chunk_prompts, self.timeout, self.stopping, self.progress = chunk_prompts, timeout, stopping, progress
-        self.missing = missing
+    chunk_prompts: int = 0  # prompts per chunk; 0 for one chunk
+    timeout: float | None = None  # seconds to render, score or step a chunk; sampling, which compiles, has no limit
+    stopping: Callable[[], bool] = lambda: False  # returns whether to stop; polled twice a second
+    locks: defaultdict[str, threading.Lock] | None = None  # one per stage, shared by concurrent batches
+    progress: Mapping[str, Any] = field(default_factory=dict)  # arguments of the batch's rewards about the run
+    missing: bool | None = None  # whether failing rewards are missing; None as configured
+
+    def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._locks = defaultdict(threading.Lock) if locks is None else locks
+        self._locks = defaultdict(threading.Lock) if self.locks is None else self.locks
         self._changed = threading.Condition()
         self._done: list[float] = []  # number of finished stages per chunk
         self._calls: list[_Call] = []

@@ -131,7 +131,7 @@ def _builtin(name: str) -> Records:
             heading = line.removeprefix("# ")
         elif line:
             records.append({"prompt": line, "tier": heading})
-    return listed("row", None, [record for record in enumerate(records) if tier in ("", record[1]["tier"])])
+    return listed([record for record in enumerate(records) if tier in ("", record[1]["tier"])])
 
 
 def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | None]:
@@ -243,7 +243,7 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
     if isinstance(data, Records):
         records = data
     elif not isinstance(data, str | Path):
-        records = listed("row", None, [*enumerate(map(dict, data))])
+        records = listed([*enumerate(map(dict, data))])
     elif subject in BUILTIN:
         records = _builtin(subject)
     else:

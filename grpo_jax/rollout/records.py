@@ -77,9 +77,9 @@ def read_records(place: str) -> Records:
     )
 
 
-def listed(unit: str, base: Path | None, records: Sequence[tuple[int, Record]]) -> Records:
+def listed(records: Sequence[tuple[int, Record]]) -> Records:
     """Return numbered records that are already in memory."""
-    return Records(unit, base, len(records), lambda start, stop: [*records[start:stop]])
+    return Records("row", None, len(records), lambda start, stop: [*records[start:stop]])
 
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
@@ -187,7 +187,7 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
         from pandas.errors import ParserWarning  # raised before pandas drops cells beyond the last column
 
         with _quiet_datasets(), warnings.catch_warnings(action="error", category=ParserWarning):
-            return dataset_records(load(), str(subject), base) or listed("row", base, [])
+            return dataset_records(load(), str(subject), base) or listed([])
     except Exception as error:  # from the network, the hub, pandas, pyarrow or datasets
         cause = error.__cause__ or error
         if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):

@@ -74,11 +74,7 @@ async def call_async(function: Callable[..., Any], /, *arguments: Any, **named: 
 
 
 def as_list(returned: Any, count: int) -> list[object]:
-    """Return `count` values from a list or a one-dimensional NumPy, JAX or torch array; None if NumPy masks one.
-
-    Raises:
-        BadReturn: For any other value.
-    """
+    """Return `count` values from a list or a one-dimensional array, None if NumPy masks one; else raise BadReturn."""
     got = type(returned).__name__
     if hasattr(returned, "shape"):
         got = f"shape {tuple(returned.shape)}"

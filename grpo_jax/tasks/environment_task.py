@@ -48,8 +48,7 @@ class Environment(Task):
         """Refuse prompts besides those of the environments."""
         super().check(config)
         for name in ("prompts", "validation", "test"):
-            given = getattr(config.data, name)
-            require(not given, f"data.{name}", "nothing: environments bring their own", given)
+            config.require(not getattr(config.data, name), f"data.{name}", "nothing: environments bring their own")
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Get the prompts from the environments."""

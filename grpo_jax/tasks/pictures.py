@@ -21,7 +21,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, raised_by_user_code
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row
-from grpo_jax.rollout.encoding import ParsedCompletion
+from grpo_jax.rollout.encoding import ParsedCompletion, continued
 from grpo_jax.rollout.pictures import RenderedImages
 from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
@@ -230,8 +230,7 @@ class PictureTask(Task):
 
     def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
-        form = config.data.form
-        return lambda written, prompt: parse_rewrite(written, form, prompt)
+        return continued if config.data.form == "append" else parse_rewrite
 
 
 def picture_data(config: Config, prompts: PromptSet, defaults: Sequence[RewardSection]) -> TaskData:

@@ -1,18 +1,11 @@
-"""Prompt enhancement: the instruction for the policy, and the parser of its completion.
-
-*rewrite* asks a chat policy for a better prompt and parses its answer. *append* lets the policy continue the user's
-prompt, and renders the prompt with its continuation. If an answer is invalid, the user's prompt is rendered instead.
-"""
+"""Parse the prompt to render from a chat policy's answer; if it is invalid, the user's prompt is rendered instead."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Literal
 
-from grpo_jax.rollout.encoding import ParsedCompletion, continued
-
-Form = Literal["rewrite", "append"]
+from grpo_jax.rollout.encoding import ParsedCompletion
 
 
 def _begins(*phrases: str) -> re.Pattern[str]:
@@ -105,18 +98,15 @@ _TAG = re.compile(r"</?(?:[a-z]+_)*(?:prompt|answer|output|response|rewrite)>", 
 _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`", "*": "*"}
 
 
-def parse_rewrite(text: str, form: Form, prompt: str) -> ParsedCompletion:
-    """Parse the prompt to render from a completion.
+def parse_rewrite(text: str, prompt: str) -> ParsedCompletion:
+    """Parse the prompt to render from a chat model's answer.
 
-    "rewrite" parses a chat model's answer. It drops reasoning, then takes a code fence, a JSON object's prompt or a
-    line labelled "Prompt:", if there is one. It removes remarks ("Sure! Here is …:", "I've added …"), headings, labels,
-    list marks, bold marks and enclosing quotes. The first remaining line is the prompt, with lines that a comma joins
-    to it. Negative prompts are dropped, since a renderer has one for all pictures. "append" returns the prompt and the
-    first line of its continuation. Without a letter or digit, or for a refusal, the result is the user's `prompt`, and
-    not `valid`.
+    It drops reasoning, then takes a code fence, a JSON object's prompt or a line labelled "Prompt:", if there is one.
+    It removes remarks ("Sure! Here is …:", "I've added …"), headings, labels, list marks, bold marks and enclosing
+    quotes. The first remaining line is the prompt, with lines that a comma joins to it. Negative prompts are dropped,
+    since a renderer has one for all pictures. Without a letter or digit, or for a refusal, the result is the user's
+    `prompt`, and not `valid`.
     """
-    if form == "append":
-        return continued(text, prompt)
     lines = [line for line in map(_bare, _content(_without_thinking(text)).splitlines()) if _has_words(line)]
     sentences = re.split(r"(?<=[.!])\s+", _DISCLAIMER.sub("", _INTERJECTION.sub("", "".join(lines[:1]))))
     if any(_REFUSAL.match(_clean(sentence)) for sentence in sentences):

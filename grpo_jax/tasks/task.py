@@ -249,11 +249,7 @@ class Task(Section):
     display: ClassVar[Display] = Display()  # of its measures
 
     def check(self, config: Config) -> None:
-        """Refuse incompatible settings, such as functions in data.tools; called when a config is made.
-
-        Raises:
-            UserError: The message names the field.
-        """
+        """Refuse incompatible settings by UserError, such as functions in data.tools; called when a config is made."""
         tools = config.data.tool_names
         require(not tools, "data.tools", "JSON schemas with this task, which calls no functions", tools)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.rollout.encoding import ParsedCompletion
+from grpo_jax.rollout.encoding import ParsedCompletion, continued
 from grpo_jax.tasks.rewriting import parse_rewrite
 
 CHAT_ANSWERS = [
@@ -124,12 +124,12 @@ CHAT_ANSWERS = [
 @pytest.mark.parametrize(("written", "drawn"), CHAT_ANSWERS)
 def test_answers_of_chat_models_are_read(written, drawn):
     expected = ParsedCompletion("the user's", False) if drawn is None else ParsedCompletion(drawn, True)
-    assert parse_rewrite(written, "rewrite", "the user's") == expected
+    assert parse_rewrite(written, "the user's") == expected
 
 
 @given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))
 def test_a_valid_rewrite_is_one_line_with_words(written):
-    rewrite = parse_rewrite(written, "rewrite", "P!")
+    rewrite = parse_rewrite(written, "P!")
     if not rewrite.valid:
         assert rewrite.text == "P!"
     else:
@@ -138,7 +138,7 @@ def test_a_valid_rewrite_is_one_line_with_words(written):
 
 
 def test_append_is_the_prompt_and_the_first_line_of_its_continuation():
-    assert parse_rewrite(", in snow\nNext", "append", "a fox") == ParsedCompletion("a fox, in snow", True)
-    assert parse_rewrite("es in snow", "append", "a fox") == ParsedCompletion("a foxes in snow", True)
+    assert continued(", in snow\nNext", "a fox") == ParsedCompletion("a fox, in snow", True)
+    assert continued("es in snow", "a fox") == ParsedCompletion("a foxes in snow", True)
     for nothing in ("", " .", "\nin snow"):
-        assert parse_rewrite(nothing, "append", "a fox") == ParsedCompletion("a fox", False)
+        assert continued(nothing, "a fox") == ParsedCompletion("a fox", False)

@@ -6,8 +6,7 @@ The names below are imported lazily: `import grpo_jax` alone loads neither JAX n
 import importlib
 from typing import Any
 
-__grpo_jax__ = True
-"""Marks this project's package: another distribution may install one of the same name."""
+__grpo_jax__ = True  # marks this project's package: another distribution may install one of the same name
 
 _PUBLIC = {
     "config.fields": ("require", "to_yaml"),

@@ -25,12 +25,9 @@ FLAGS = ("--resume", "--deterministic")
 """Options that need no value: `--resume` is `--resume=true`."""
 _ALONE = ("--print_config", "--debug")
 _OTHERS = (*_ALONE, "--plan", "--version", "--help")
-_ASKED = ("config", "help", "print_config", "debug")
-"""Options that are not fields."""
-_JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")
-"""An option that sets the kind of a judge."""
-_SEVERAL = "--rewards"
-"""The option with several words."""
+_ASKED = ("config", "help", "print_config", "debug")  # options that are not fields
+_JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")  # an option that sets the kind of a judge
+_SEVERAL = "--rewards"  # the option with several words
 
 _WIDTH = 100  # characters of a line of --help
 _NAMES, _VALUES = 28, 18  # characters of the first screen's columns

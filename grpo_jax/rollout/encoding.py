@@ -38,12 +38,10 @@ TokensOf = Callable[[Row, Sequence[int]], list[int]]
 """(row, tokens of each of its pictures) → the prompt's tokens."""
 PictureInput = Pictures | PictureStates
 """Pictures as the update takes them: their states where the vision tower is frozen, else to be encoded again."""
-_LONGEST = 4096
-"""Most rows that are encoded beforehand; rows that could be too long are always encoded."""
+_LONGEST = 4096  # most rows that are encoded beforehand; rows that could be too long are always encoded
 _TEMPLATE_MARGIN = 8
 _BYTES_PER_TOKEN = 100  # an upper bound, even for runs of spaces
-_COMPARED = 256
-"""Prompts whose tokens are compared; a tokenizer or template that drops prompts drops all of them."""
+_COMPARED = 256  # prompts whose tokens are compared; a tokenizer or template that drops prompts drops all of them
 
 
 class ImageProcessor(NamedTuple):

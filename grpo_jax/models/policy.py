@@ -297,8 +297,11 @@ class Policy:
     def _check_room(self, name: str, mask: jax.Array, steps: int) -> None:
         """Refuse more tokens than positions; under jit only the completions' length is known here."""
         limit = self.max_positions
-        longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
-        if limit is not None and longest + steps > limit:
+        if limit is None:
+            return
+        longest = mask.sum(axis=1).max()
+        longest = 1 if isinstance(longest, jax.core.Tracer) else int(longest)
+        if longest + steps > limit:
             room = f"at most {limit} tokens together, as many as the model has positions"
             raise ValueError(f"{name} and completions must have {room}; got {longest} and {steps}")
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo_jax.errors import Stopped, UserError, extras_named, one_line
 
@@ -62,16 +64,25 @@ def load_module(place: str) -> ModuleType:
         raise UserError(f"importing {name} raised {type(error).__name__}: {one_line(error)}") from error
 
 
+class _Uncached(SourceFileLoader):
+    """Loads a file itself, never its compiled form: Python takes an old one whose time and size are the same."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        """Say that there is nothing to compare a compiled file with."""
+        raise OSError
+
+
 def _load_file(path: Path) -> ModuleType:
-    """Import a file once; a changed file is another module. Python would take an old .pyc of the same time and size."""
+    """Import a file once; a changed file is another module."""
     digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()
     name = f"{FILE}{path.stem}_{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    sys.modules[name] = module = ModuleType(name)  # pickle needs the entry
-    module.__file__ = str(path.absolute())
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
+    assert spec is not None and spec.loader is not None  # a .py file has a loader
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # pickle needs the entry
     try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+        spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

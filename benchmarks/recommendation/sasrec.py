@@ -36,7 +36,7 @@ from grpo_jax.config.command_line import find_config, load_config
 from grpo_jax.tasks.recommendation.baselines import make_prior, ndcg, rank_all
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.report import format_table, make_table, table_records
-from grpo_jax.tasks.recommendation.task import PriorSection
+from grpo_jax.tasks.recommendation.sections import PriorSection
 
 PRIOR = PriorSection(history=20.0, together=10.0, decay=0.7)
 """The best beside SASRec on Beauty's validation users, of a grid."""

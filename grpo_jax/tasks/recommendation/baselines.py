@@ -25,7 +25,7 @@ from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import UserSequence
-from grpo_jax.tasks.recommendation.task import PriorSection
+from grpo_jax.tasks.recommendation.sections import PriorSection
 
 Measure = Callable[[np.ndarray], np.ndarray]
 

@@ -23,7 +23,7 @@ from grpo_jax.tasks.recommendation.catalogue import (
     read_events,
     read_sequences,
 )
-from grpo_jax.tasks.recommendation.task import Recommendation
+from grpo_jax.tasks.recommendation.sections import RecommendationFields
 
 
 class Target(NamedTuple):
@@ -64,7 +64,7 @@ NO_TITLE = "(no title)"
 """Stands in a prompt for a blank title."""
 
 
-def history_prompt(task: Recommendation, titles: Sequence[str], names: Sequence[str] = ()) -> str:
+def history_prompt(task: RecommendationFields, titles: Sequence[str], names: Sequence[str] = ()) -> str:
     """Return the prompt of a history, its titles and the items' own words, oldest first.
 
     In `task.template`, "{history}" is replaced by the titles, "{last}" by the newest title, "{items}" by the items' own
@@ -89,7 +89,7 @@ def cut_title(title: str, characters: int) -> str:
     return head.rstrip(" ,;:-&(/")
 
 
-def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> PromptSet:
+def split_examples(split: Split, catalogue: Catalogue, task: RecommendationFields) -> PromptSet:
     """Return the examples of a split's targets.
 
     Validation and test rows are ordered by a hash of the user's name, so the first rows are a fair sample.
@@ -100,7 +100,7 @@ def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> 
     return PromptSet(rows, _shuffled(validation), _shuffled(test))
 
 
-def _examples(targets: Iterable[Target], catalogue: Catalogue, task: Recommendation) -> tuple[Row, ...]:
+def _examples(targets: Iterable[Target], catalogue: Catalogue, task: RecommendationFields) -> tuple[Row, ...]:
     rows = []
     for target in targets:
         listed = target.history[-task.history_items :]
@@ -137,7 +137,7 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]  # notes about rule-based changes
 
 
-def sft_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
+def sft_pairs(task: RecommendationFields, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
     """Return (prompt, completion) pairs for SFT.
 
     The completion is the next item for a policy that ranks. For a policy that writes queries it is the title most often
@@ -178,7 +178,7 @@ def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[U
     return titles
 
 
-def load_dataset(task: Recommendation, columns: Mapping[str, str] | None = None) -> Dataset:
+def load_dataset(task: RecommendationFields, columns: Mapping[str, str] | None = None) -> Dataset:
     """Read or generate the data of a run; `columns` are `data.columns`."""
     catalogue, sequences = _load(task, columns or {})
     if task.writes == "item":
@@ -188,7 +188,7 @@ def load_dataset(task: Recommendation, columns: Mapping[str, str] | None = None)
     return Dataset(catalogue, sequences.users, split.known, prompts, (*sequences.notes, *_notes(catalogue)))
 
 
-def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:
+def _load(task: RecommendationFields, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:
     if task.source == "dummy":
         return make_world(users=task.dummy_users, items=task.dummy_items)
     if not task.source:

@@ -33,14 +33,14 @@ from grpo_jax.tasks.recommendation.rewards import (
     reward_columns,
     task_rewards,
 )
-from grpo_jax.tasks.recommendation.task import Recommendation
+from grpo_jax.tasks.recommendation.sections import RecommendationFields
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
 
 if TYPE_CHECKING:
     from bridges.retrieval.ranking import Ranks
 
 
-def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
+def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
     """Read the data and open the retriever (`Recommendation.load`)."""
     require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")
     config = setup.config
@@ -108,7 +108,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     )
 
 
-def policy_words(task: Recommendation, catalogue: Catalogue) -> list[str]:
+def policy_words(task: RecommendationFields, catalogue: Catalogue) -> list[str]:
     """Return the words of the prompts' frame and the items' own, then the words of titles by frequency."""
     frame = task.template
     for place in PLACES:

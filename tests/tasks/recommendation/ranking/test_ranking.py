@@ -11,7 +11,7 @@ from grpo_jax.tasks.recommendation.baselines import item_scores, make_prior
 from grpo_jax.tasks.recommendation.catalogue import UserSequence, item_word, items_of
 from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.tasks.recommendation.rewards import FUSED_RANK, LISTED_RANK, completion_ranks, ranking_columns
-from grpo_jax.tasks.recommendation.task import PriorSection
+from grpo_jax.tasks.recommendation.sections import PriorSection
 
 TITLES = ["Red soap", "Blue soap", "", "Green brush", "red Soap!"]
 

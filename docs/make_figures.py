@@ -3,6 +3,7 @@
 pip install -e ".[figures]"
 python docs/make_figures.py --run runs/my_run              # writes docs/images/gallery.png and curves.png
 python docs/make_figures.py --run runs/my_refinement       # a run of several turns: docs/images/episodes.png
+python docs/make_figures.py --run runs/joint --rewriter runs/rewriter          # docs/images/joint.png
 python docs/make_figures.py --scales benchmarks/several_rewards.json     # docs/images/several_rewards.png
 """
 
@@ -22,35 +23,53 @@ from matplotlib.image import imread
 
 HERE = Path(__file__).parent
 BLUE, GREY, GREEN, RED = "#2a6fdb", "#8a8f98", "#2e8b57", "#c0504d"
-ARMS = (("gdpo", GREEN, "o-", "GDPO"), ("grpo", BLUE, "s--", "GRPO on the sum"), ("raft", RED, "^-.", "RAFT on the sum"))
+ARMS = (
+    ("gdpo", GREEN, "o-", "GDPO"),
+    ("grpo", BLUE, "s--", "GRPO on the sum"),
+    ("raft", RED, "^-.", "RAFT on the sum"),
+)
 
 
 def gallery(run: Path, target: Path, pairs: int) -> None:
     """Before/after pairs of the run's first held-out prompts."""
     entries = json.loads((run / "report.json").read_text())["gallery"][:pairs]
-    draw_pairs(run, target, ("before", "after"), [(entry["prompt"], [entry["completion"]]) for entry in entries])
+    texts = [(entry["prompt"], [entry["completion"]]) for entry in entries]
+    draw_pairs([(run, "before"), (run, "after")], target, texts)
+
+
+def joint(run: Path, rewriter: Path, target: Path, pairs: int) -> None:
+    """Draw each prompt as typed, rewritten where only the rewriter learned, and where the renderer learned too."""
+    entries, others = (
+        json.loads((folder / "report.json").read_text())["gallery"][:pairs] for folder in (run, rewriter)
+    )
+    texts = [
+        (both["prompt"], [f"{alone['completion']}  |  {both['completion']}"])
+        for both, alone in zip(entries, others, strict=True)
+    ]
+    draw_pairs([(run, "before"), (rewriter, "after"), (run, "after")], target, texts)
 
 
 def episodes(run: Path, target: Path, pairs: int) -> None:
     """Draw both turns of the run's first held-out prompts."""
     entries = json.loads((run / "report.json").read_text())["episodes"][:pairs]
     texts = [(entry["prompt"], [turn["completion"] for turn in entry["turns"][:2]]) for entry in entries]
-    draw_pairs(run, target, ("turn_1", "turn_2"), texts)
+    draw_pairs([(run, "turn_1"), (run, "turn_2")], target, texts)
 
 
 def draw_pairs(
-    run: Path, target: Path, names: tuple[str, str], texts: list[tuple[str, list[str]]], columns: int = 4
+    names: list[tuple[Path, str]], target: Path, texts: list[tuple[str, list[str]]], columns: int = 4
 ) -> None:
-    """Two pictures of each prompt side by side, the prompt above, what was written below."""
+    """Pictures (run, name) of each prompt side by side, the prompt above, what was written below."""
     rows = -(-len(texts) // columns)
-    height = 1.85 + 0.2 * max(len(written) for _, written in texts)
+    height = 0.85 + 2.0 / len(names) + 0.2 * max(len(written) for _, written in texts)
     figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, height * rows), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for index, (axis, (prompt, written)) in enumerate(zip(axes.flat, texts, strict=False)):
-        left, right = (imread(run / "images" / f"{index:03d}_{name}.png")[..., :3] for name in names)
-        gap = np.ones((left.shape[0], max(left.shape[1] // 8, 1), 3))
-        axis.imshow(np.concatenate([left, gap, right], axis=1), interpolation="nearest")
+        pictures = [imread(run / "images" / f"{index:03d}_{name}.png")[..., :3] for run, name in names]
+        gap = np.ones((len(pictures[0]), max(len(pictures[0]) // 8, 1), 3))
+        parts = [part for picture in pictures for part in (gap, picture)][1:]
+        axis.imshow(np.concatenate(parts, axis=1), interpolation="nearest")
         axis.set_title(textwrap.fill(prompt, 44), fontsize=7.5, color=GREY)
         below = "\n".join(textwrap.fill(text, 52) for text in written)
         axis.text(0.5, -0.05, below, fontsize=7.5, ha="center", va="top", transform=axis.transAxes)
@@ -107,12 +126,16 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path)
     what.add_argument("--scales", type=Path)
+    parser.add_argument("--rewriter", type=Path, help="the same run with training.learns rewriter")
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
     images = HERE / "images"
     images.mkdir(exist_ok=True)
     if options.scales:
         scales(options.scales, images / "several_rewards.png")
+        return
+    if options.rewriter:
+        joint(options.run, options.rewriter, images / "joint.png", options.pairs)
         return
     if (options.run / "images" / "000_turn_1.png").exists():
         episodes(options.run, images / "episodes.png", options.pairs)

@@ -57,7 +57,7 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
     state = iterate(learner.start(ctx.policy.variables), 0)
     ahead.wait()
     first = len(compiled)
-    assert first > 3  # the sampler, the reference, the update
+    assert first >= 3  # the sampler, the reference, the update
     for iteration in (1, 2):
         state = iterate(state, iteration)
     ahead.wait()

@@ -160,8 +160,12 @@ class Trainer:
         if progress := self.saved_progress():
             return self.resume(progress)
         output.truncate(0)
+        try:
+            variables, notes, seconds = warm_up(ctx, output.info)
+        except Stopped:
+            self._keep_config()
+            raise
         self._keep_config()
-        variables, notes, seconds = warm_up(ctx, output.info)
         self.state = self.learner.start(variables)
         started = time.monotonic()
         before = measure_all(ctx, self.state.variables)

@@ -41,6 +41,11 @@ def over_scales(arm, choose):
     return choose(mean(run["after"] for run in runs if run["scale"] == scale) for scale in scales)
 
 
+def joint(arm):
+    """The mean pixel accuracy over seeds of an arm of `benchmarks/joint.py`."""
+    return mean(run["after"] for run in kept("joint.json")["runs"] if run["arm"] == arm)
+
+
 def rate(**lora):
     return make_config(task="text", policy={"lora": lora}).learning_rate
 
@@ -68,6 +73,8 @@ FIGURES = [
     (r"GDPO (\.\d+) to (\.\d+), GRPO", [lambda: over_scales("gdpo", min), lambda: over_scales("gdpo", max)]),
     (r", GRPO (\.\d+) to (\.\d+), RAFT", [lambda: over_scales("grpo", min), lambda: over_scales("grpo", max)]),
     (r", RAFT (\.\d+) to (\.\d+)\]", [lambda: over_scales("raft", min), lambda: over_scales("raft", max)]),
+    (r"with the rewriter alone \((\.\d+)\), and", [lambda: joint("rewriter")]),
+    (r"and with both \(\*\*(\.\d+)\*\* of", [lambda: joint("joint")]),
     (r"one CPU core (\S+) × faster than with TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),

@@ -1,10 +1,11 @@
 # `make train` installs the run's packages in .venv and runs; `make test` adds those of the tests. `make test-install`
 # makes and removes an environment for each extra; ARGS="--extra recommendation --python python3.13" selects one.
+# Modules are compiled when first imported: most of the packages' never are.
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
 
 .PHONY: train test docs tutorial test-install lint clean
 

@@ -87,7 +87,7 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
     assert error < 1e-5 < 1e-3 < rounding
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_gradients_of_kernels_are_rounded_on_request_and_the_others_are_not(batch, parts):
     """By half of bfloat16's last bit at most; sums of micro-batches are not rounded again."""
 

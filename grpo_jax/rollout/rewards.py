@@ -117,7 +117,8 @@ def collect_rewards(
 
     Args:
         rewards: N functions by name. Without ``**columns``, a function receives only its named arguments.
-        prompts, completions: P·G strings, each prompt repeated.
+        prompts: P·G strings, each prompt repeated.
+        completions: P·G strings.
         columns: P·G values for each of the rewards' other arguments (pictures too).
         on_error: A reward fails if it raises (SystemExit too), returns the wrong number of values, or a value that is
             not a finite number. "raise" then raises RewardError; "missing" makes that value missing, or all of them.

@@ -104,7 +104,7 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --task=prompt_refinement --sampling.turns=1 | sampling.turns: expected at least 2, to see its picture, got 1
 --task=environment --task.environment=a.py:A --data.prompts=a.jsonl | data.prompts: expected nothing
 --task=environment --task.environment=a.py:A --data.test=a.jsonl | data.test: expected nothing
---task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | expected the prompts it knows, data.prompts miniature
+--task=prompt_enhancement --data.prompts=builtin --eval_rewards=[pixel_accuracy] | expected the prompts it knows
 --algorithm.turn_advantage=return --algorithm.advantage=gae | algorithm.turn_advantage: expected 'last' with advantage
 --algorithm.scale=batch | algorithm.scale: expected null with advantage 'gdpo'
 --algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with

@@ -114,7 +114,10 @@ def test_an_empty_prompt_stays_finite(states_and_gradients):
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("llama", {"matmul_precision": "bfloat16"}), pytest.param("gpt2", {"compute_dtype": "bfloat16"}, marks=pytest.mark.wide)],
+    [
+        ("llama", {"matmul_precision": "bfloat16"}),
+        pytest.param("gpt2", {"compute_dtype": "bfloat16"}, marks=pytest.mark.wide),
+    ],
     indirect=["model"],
 )
 def test_bfloat16_products_on_a_cpu(model, options):

@@ -30,7 +30,7 @@ _PUBLIC = {
     "core.losses": ("PRESETS", "grpo_loss", "sft_loss"),
     "core.ppo": ("ppo_loss", "value_loss"),
     "core.returns": ("discounted_returns", "gae_advantages", "kl_penalised_rewards"),
-    "core.surrogates": ("CappedWeight", "Clip", "DivergenceMask", "DivergencePenalty", "SoftGate"),
+    "core.surrogates": ("CappedWeight", "Clip", "DivergenceMask", "DivergencePenalty", "GammaWeight", "SoftGate"),
     "errors": ("UserError",),
     "models.policy": ("Policy", "load_policy"),
     "predict": ("load_rewriter",),

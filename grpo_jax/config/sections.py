@@ -270,6 +270,14 @@ class SurrogateSection(Section):
     """Temperature of the other tokens (sapo)."""
     epsilon: Positive | None = None
     """Change of a token's probability beyond which it is pulled back (drpo)."""
+    k_positive: Positive | None = None
+    """Power of the weight's rise where the advantage is at least 0 (vespo)."""
+    lambda_positive: Positive | None = None
+    """Rate of the weight's fall there (vespo)."""
+    k_negative: Positive | None = None
+    """Power of the weight's rise where the advantage is negative (vespo)."""
+    lambda_negative: Positive | None = None
+    """Rate of the weight's fall there (vespo)."""
 
     @property
     def changes(self) -> dict[str, float]:

@@ -23,7 +23,15 @@ from grpo_jax.core.aggregation import (
 )
 from grpo_jax.core.kl import KLPenalty, kl_divergence
 from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, safe_divide, select
-from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, SoftGate, Surrogate
+from grpo_jax.core.surrogates import (
+    CappedWeight,
+    Clip,
+    DivergenceMask,
+    DivergencePenalty,
+    GammaWeight,
+    SoftGate,
+    Surrogate,
+)
 
 
 class GRPOMetrics(NamedTuple):
@@ -76,6 +84,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
+    # VESPO, https://arxiv.org/abs/2602.10693. One ratio per row, the product of its tokens'. Sum over tokens / tokens of
+    # the whole update, as in TRL.
+    "vespo": {"surrogate": GammaWeight(), "ratio": "product", "aggregation": "token"},
     # DPPO, https://arxiv.org/abs/2602.04879. The Binary-TV mask with the bounds of verl's recipe. Sum over tokens /
     # tokens of the whole update.
     "dppo_tv": {"surrogate": DivergenceMask(0.15, 0.15, 20.0), "ratio": "token", "aggregation": "token"},
@@ -104,6 +115,8 @@ def _log_ratio(tokens: _Tokens, surrogate: Surrogate, ratio: str) -> jax.Array:
     log_ratio = select(tokens.mask, tokens.logprobs - tokens.old)
     if ratio == "token":
         return log_ratio
+    if ratio == "product":
+        return jnp.sum(log_ratio, axis=-1, keepdims=True)
     if ratio == "geometric" and isinstance(surrogate, Clip):
         log_ratio = surrogate.bounded(log_ratio, tokens.advantages)
     mean = masked_mean(log_ratio, tokens.mask, axis=-1, keepdims=True)
@@ -151,7 +164,7 @@ def _as_token_weights(weights: ArrayLike, mask: jax.Array, dtype: jnp.dtype) -> 
 
 def _check_choices(surrogate, ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse incompatible choices; return whether there is an entropy bonus."""
-    check_choice("ratio", ratio, "token", "sequence", "geometric")
+    check_choice("ratio", ratio, "token", "sequence", "geometric", "product")
     if ratio == "geometric" and not isinstance(surrogate, Clip):
         raise ValueError(f"surrogate must be a Clip with ratio 'geometric', which clips each token, got {surrogate}")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
@@ -227,8 +240,8 @@ def grpo_loss(
 
         loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
-    The ratio ρ is π / π_old of the token, or one for the row: the geometric mean of its tokens' ratios (GSPO), or of
-    their clipped ratios (GMPO). Gradients reach only `logprobs` and `entropy`. Masked tokens and rows without tokens
+    The ratio ρ is π / π_old of the token, or one for the row: the geometric mean of its tokens' ratios (GSPO) or of
+    their clipped ratios (GMPO), or their product (VESPO). Gradients reach only `logprobs` and `entropy`. Masked tokens and rows without tokens
     have no influence, even if they hold NaN; if nothing remains, the loss and its gradient are 0. For a part of an
     update, pass the whole update's `normaliser`: the losses and gradients of the parts then add up.
     (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
@@ -238,8 +251,8 @@ def grpo_loss(
         old_logprobs: `[.., T]`, of the policy that sampled the tokens.
         advantages: `[..]`, or `[.., T]`.
         mask: bool `[.., T]`.
-        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `DivergenceMask` or `DivergencePenalty`.
-        ratio: "token", "sequence", or "geometric" (with `Clip`).
+        surrogate: `Clip`, `CappedWeight`, `SoftGate`, `GammaWeight`, `DivergenceMask` or `DivergencePenalty`.
+        ratio: "token", "sequence", "geometric" (with `Clip`), or "product".
         aggregation: "sequence" (mean of row means), "token" (mean over tokens) or `FixedLength(n)`.
         normaliser: `loss_normaliser` of the whole update; that of the given mask by default. Without an entropy
             bonus, a scalar (its `loss`) is enough.

@@ -1,4 +1,4 @@
-"""Per-token surrogates of a policy loss: clipped ratio, capped weight, soft gate, and divergence bounds.
+"""Per-token surrogates of a policy loss: clipped ratio, capped or smooth weight, soft gate, and divergence bounds.
 
 A surrogate is any object with the two methods `objective` and `clipped`; here each is a frozen dataclass. Arguments:
 `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one ratio per row), `logprobs` `[.., T]`, and `advantages`
@@ -109,6 +109,30 @@ class SoftGate:
 
 
 @dataclass(frozen=True)
+class GammaWeight:
+    """Surrogate: REINFORCE with VESPO's smooth weight in place of clipping (https://arxiv.org/abs/2602.10693).
+
+        stop_gradient(exp(λ + k · log ρ - λ ρ)) · A · log π,  (k, λ) by the sign of A
+
+    The weight is 1 at ρ = 1, largest at ρ = k / λ, and falls to 0 on both sides. For one ratio per row, its product.
+    """
+
+    k_positive: float = 2.0  # k where A ≥ 0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0  # k where A < 0
+    lambda_negative: float = 2.0
+
+    def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+        """Return the objective per token."""
+        k = jnp.where(advantages < 0, self.k_negative, self.k_positive).astype(log_ratio.dtype)
+        decay = jnp.where(advantages < 0, self.lambda_negative, self.lambda_positive).astype(log_ratio.dtype)
+        weight = jnp.exp(decay + k * log_ratio - decay * _bounded_ratio(log_ratio))
+        return jax.lax.stop_gradient(weight) * advantages * logprobs
+
+    clipped = _clips_nothing
+
+
+@dataclass(frozen=True)
 class DivergenceMask:
     """Surrogate: DPPO's mask on the change of probability, its Binary-TV (https://arxiv.org/abs/2602.04879).
 
@@ -163,4 +187,4 @@ def _bounded_ratio(log_ratio: jax.Array) -> jax.Array:
     return jnp.exp(jnp.minimum(log_ratio, 20.0))
 
 
-Surrogate = Clip | CappedWeight | SoftGate | DivergenceMask | DivergencePenalty
+Surrogate = Clip | CappedWeight | SoftGate | GammaWeight | DivergenceMask | DivergencePenalty

@@ -26,7 +26,7 @@ P, G, N, T = 3, 4, 2, 5  # all different: the axes of a result are known by thei
 seeds = st.integers(0, 10_000)
 # One preset for each surrogate, ratio and aggregation; test_losses.py has them all. Dr. GRPO takes its token budget
 # from the arrays unless it is told: padding would change it.
-CHOICES = {name: PRESETS[name] for name in ("grpo", "gspo", "gmpo", "cispo", "sapo")}
+CHOICES = {name: PRESETS[name] for name in ("grpo", "gspo", "gmpo", "cispo", "sapo", "vespo")}
 CHOICES["dr_grpo"] = PRESETS["dr_grpo"] | {"aggregation": FixedLength(7)}
 
 

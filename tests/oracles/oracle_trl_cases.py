@@ -29,8 +29,9 @@ TRL_PRESETS = {
     "gmpo": {"kind": GMPOTrainer, "epsilon_low": 0.4, "epsilon_high": 0.4},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
 }  # fmt: skip
-RARE = ("luspo", "gmpo")  # in fewer settings
+RARE = ("luspo", "gmpo", "vespo")  # in fewer settings
 CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")
 BONUS = {"entropy_coef": 0.2, "_entropy_bonus_enabled": True}
 LOSS, SCORES = "GRPOTrainer._compute_loss", "GRPOTrainer._generate_and_score_completions"

@@ -56,7 +56,7 @@ def test_presets_are_as_described(name):
     _, _, surrogate, ratio, _, scale, *_ = (cell.strip() for cell in row.split("|"))
     described = eval(surrogate.strip("`"), vars(surrogates) | vars(math))
     assert described == losses.PRESETS[name]["surrogate"]
-    levels = {"token": "token", "row": "sequence", "row, of clipped tokens": "geometric"}
+    levels = {"token": "token", "row": "sequence", "row, of clipped tokens": "geometric", "row, product": "product"}
     assert levels[ratio] == losses.PRESETS[name]["ratio"]
     assert scale == losses.PRESET_SCALES[name]
 

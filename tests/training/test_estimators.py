@@ -9,7 +9,7 @@ from support import tiny_update
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
-from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, SoftGate
+from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, GammaWeight, SoftGate
 from grpo_jax.training.estimators import OVERLONG, Objectives, estimate_advantages, make_objectives, signal_metrics
 from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
@@ -123,6 +123,7 @@ def test_the_gap_is_that_of_trainer_and_sampler_alone(seen):
         ("cispo", {"surrogate": {"cap": 4.0}}, CappedWeight(4.0)),
         ("sapo", {"surrogate": {"positive": 0.5, "negative": 2.0}}, SoftGate(0.5, 2.0)),
         ("dppo_tv", {"clip_high": 0.2, "surrogate": {"cap": 5.0}}, DivergenceMask(0.15, 0.2, 5.0)),
+        ("vespo", {"surrogate": {"k_positive": 1.0}}, GammaWeight(k_positive=1.0)),
         ("drpo", {"surrogate": {"epsilon": 0.3}}, DivergencePenalty(0.3)),
     ],
 )

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import miniature
 import numpy as np
-from scipy import stats
+from seeds import paired_difference
 
 ARMS = ("gdpo", "grpo", "raft", "best", "shuffled")
 SEARCH_SEED = 100
@@ -81,22 +81,14 @@ def search(run) -> list[dict]:
     return rows
 
 
-def interval(values: np.ndarray) -> str:
-    """Mean and the ends of its 95 % interval; of one value the value."""
-    if len(values) == 1:
-        return f"{values.item():+.3f}"
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return f"{values.mean():+.3f} ({values.mean() - half:+.3f} to {values.mean() + half:+.3f})"
-
-
 def table(cells: dict[tuple[str, float], list[dict]], searches: dict[float, int]) -> str:
     """Markdown: a row for each arm and scale."""
     head = ("scale of alignment", "arm", "weights tried", "before", "after", "least, most", "GDPO minus this")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (arm, scale), rows in cells.items():
         before, after = (np.array([row[when] for row in rows]) for when in ("before", "after"))
-        others = [row["after"] for row in cells.get(("gdpo", scale), [])]
-        less = interval(np.array(others) - after) if others and arm != "gdpo" else ""
+        ours, theirs = ({row["seed"]: row["after"] for row in some} for some in (cells.get(("gdpo", scale), []), rows))
+        less = paired_difference(ours, theirs) if ours and arm != "gdpo" else ""
         tried = searches[scale] if arm == "best" else 1
         figures = f"{before.mean():.3f} | {after.mean():.3f} | {after.min():.3f}, {after.max():.3f} | {less}"
         lines.append(f"| {scale:g} | {arm} | {tried} | {figures} |")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import miniature
 import numpy as np
-from several_rewards import interval
+from seeds import paired_difference
 
 CALL = re.compile(r"calc\((\d{1,2}) ?\* ?(\d{1,2})\)")
 ARMS = ("gdpo", "grpo", "gdpo_conditioned", "grpo_conditioned", "shuffled")
@@ -82,8 +82,9 @@ if __name__ == "__main__":
         found = [evaluation(arm, seed, options.out, given) for seed in options.seeds]
         for name in ("brief", "correct"):
             columns = {when: np.array([each[name][when] for each in found]) for when in ("before", "after", "batches")}
-            seen[arm, name] = columns["batches"]
-            less = interval(seen["gdpo", name] - seen[arm, name]) if ("gdpo", name) in seen and arm != "gdpo" else ""
+            seen[arm, name] = dict(zip(options.seeds, columns["batches"], strict=True))
+            ours = seen.get(("gdpo", name)) if arm != "gdpo" else None
+            less = paired_difference(ours, seen[arm, name]) if ours else ""
             cells = " | ".join(f"{values.mean():.3f}" for values in columns.values())
             learned = ", ".join(each[name]["learned"] for each in found) if name == "correct" else ""
             lines.append(f"| {arm} | {name} | {cells} | {less} | {learned} |")

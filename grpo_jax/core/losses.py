@@ -84,8 +84,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"surrogate": CappedWeight(5.0), "ratio": "token", "aggregation": "token"},
     # SAPO, https://arxiv.org/abs/2511.20347. Mean over rows of each row's mean over its tokens.
     "sapo": {"surrogate": SoftGate(1.0, 1.05), "ratio": "token", "aggregation": "sequence"},
-    # VESPO, https://arxiv.org/abs/2602.10693. One ratio per row, the product of its tokens'. Sum over tokens / tokens of
-    # the whole update, as in TRL.
+    # VESPO, https://arxiv.org/abs/2602.10693. One ratio per row, the product of its tokens'. Sum over tokens /
+    # tokens of the whole update, as in TRL.
     "vespo": {"surrogate": GammaWeight(), "ratio": "product", "aggregation": "token"},
     # DPPO, https://arxiv.org/abs/2602.04879. The Binary-TV mask with the bounds of verl's recipe. Sum over tokens /
     # tokens of the whole update.
@@ -241,9 +241,9 @@ def grpo_loss(
         loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
     The ratio ρ is π / π_old of the token, or one for the row: the geometric mean of its tokens' ratios (GSPO) or of
-    their clipped ratios (GMPO), or their product (VESPO). Gradients reach only `logprobs` and `entropy`. Masked tokens and rows without tokens
-    have no influence, even if they hold NaN; if nothing remains, the loss and its gradient are 0. For a part of an
-    update, pass the whole update's `normaliser`: the losses and gradients of the parts then add up.
+    their clipped ratios (GMPO), or their product (VESPO). Gradients reach only `logprobs` and `entropy`. Masked tokens
+    and rows without tokens have no influence, even if they hold NaN; if nothing remains, the loss and its gradient are
+    0. For a part of an update, pass the whole update's `normaliser`: the losses and gradients of the parts then add up.
     (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
 
     Args:

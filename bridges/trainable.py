@@ -44,6 +44,7 @@ class TrainableRenderer(Renderer):
     Attributes:
         train: The settings.
         updates: Number of optimizer steps.
+        skipped: Consecutive steps skipped because the gradient was not finite.
     """
 
     def __init__(self, renderer: Renderer, train: RendererTraining, *, seed: int):
@@ -53,7 +54,7 @@ class TrainableRenderer(Renderer):
         _require_flow(
             self.name, type(self.pipeline).__name__, type(scheduler).__name__, network.config, self.training.guidance
         )
-        self.train, self.updates = train, 0
+        self.train, self.updates, self.skipped = train, 0, 0
         self.training = replace(renderer.training, weights=OLD)
         self.evaluation = replace(renderer.evaluation, weights=TRAINED)
         self._transformer = self.pipeline.transformer
@@ -155,7 +156,7 @@ class TrainableRenderer(Renderer):
         finite = bool(torch.isfinite(norm))
         if finite:
             self._optimizer.step()
-            self.updates += 1
+        self.updates, self.skipped = self.updates + finite, 0 if finite else self.skipped + 1
         self._optimizer.zero_grad()
         sums = jax.tree.map(lambda *values: sum(map(float, values)), *parts)
         means = {name: float(mean.value()) for name, mean in sums._asdict().items()}
@@ -230,19 +231,19 @@ class TrainableRenderer(Renderer):
             self.training, self.evaluation = settings
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what an exact resume needs: trained and old weights, AdamW's moments, the number of updates."""
+        """Return what an exact resume needs: trained and old weights, AdamW's moments, the numbers of updates."""
         tensors = {f"{kind}/{name}": value for kind, values in self._values.items() for name, value in values.items()}
         for name, parameter in self._parameters.items():
             moments = self._optimizer.state.get(parameter, {})
             for moment in ("exp_avg", "exp_avg_sq"):
                 tensors[f"{moment}/{name}"] = moments.get(moment, torch.zeros_like(parameter))
         arrays = {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
-        return arrays | {"updates": np.array(self.updates)}
+        return arrays | {"updates": np.array(self.updates), "skipped": np.array(self.skipped)}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue from a `state`."""
         with self._lock, torch.no_grad():
-            self.updates = int(state["updates"])
+            self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
             for name, parameter in self._parameters.items():
                 for kind, values in self._values.items():
                     values[name].copy_(torch.from_numpy(np.array(state[f"{kind}/{name}"])))

@@ -27,19 +27,22 @@ def rewards_missing_reason(progress: Progress, run_dir: str | None) -> str:
     )
 
 
-def updates_skipped_reason(skipped: int, updates: int, progress: Progress, run_dir: str | None) -> str:
+def updates_skipped_reason(
+    skipped: int, updates: int, progress: Progress, run_dir: str | None, *, renderer: bool = False
+) -> str:
     """Return the reason to end a run if all updates of a few iterations, or most of a short run, were skipped; else "".
 
-    `updates` is their number per iteration.
+    `updates` is their number per iteration. They are the policy's, or the `renderer`'s.
     """
     done, iterations = progress.iteration, progress.iterations
     if skipped < max(1, min(PATIENCE * updates, iterations * updates - 1)):
         return ""
+    export = f"python -m grpo_jax.export --run {run_dir} --checkpoint {done} --out FOLDER, --policy.path FOLDER"
+    rate = "judges.renderer.train.learning_rate" if renderer else f"optimizer.learning_rate and these weights: {export}"
     return (
-        f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
-        f"iteration {done}, with the weights before them. If a reward or a prompt is at fault, fix it and "
-        f"{_again(run_dir, done < iterations)}; else give a new run a lower optimizer.learning_rate, and these "
-        f"weights: python -m grpo_jax.export --run {run_dir} --checkpoint {done} --out FOLDER, --policy.path FOLDER"
+        f"the {'renderer' if renderer else 'policy'}'s loss or its gradient was not finite in {skipped} updates in a "
+        f"row; they were left out. Saved after iteration {done}, with the weights before them. If a reward or a prompt "
+        f"is at fault, fix it and {_again(run_dir, done < iterations)}; else give a new run a lower {rate}"
     )
 
 

@@ -441,11 +441,16 @@ class Trainer:
             write_atomically(self.output.directory.config, to_yaml(self.config.replace(resume=False)))
 
     def _failure(self, *, last: bool = False) -> str:
-        """Return the reason to end a run that does not learn; "" if it does. The `last` policy had an update once."""
-        updates = self.config.training.inner_epochs * self.config.training.minibatches
-        skipped = 0 if last and int(self.state.step) else int(self.state.skipped)
-        reason = updates_skipped_reason(skipped, updates, self.progress, self.config.run_dir)
-        return reason or rewards_missing_reason(self.progress, self.config.run_dir)
+        """Return the reason to end a run that does not learn; "" if it does. The `last` weights had an update once."""
+        training, renderer, state = self.config.training, self.ctx.renderer, self.state
+        models = [(state.step, state.skipped, training.inner_epochs * training.minibatches)]
+        models += [] if renderer is None else [(renderer.updates, renderer.skipped, renderer.train.updates)]
+        for place, (done, count, updates) in enumerate(models):
+            skipped = 0 if last and int(done) else int(count)
+            progress, run_dir = self.progress, self.config.run_dir
+            if reason := updates_skipped_reason(skipped, updates, progress, run_dir, renderer=place > 0):
+                return reason
+        return rewards_missing_reason(self.progress, self.config.run_dir)
 
     def save_if_due(self) -> None:
         """Save every training.save_every iterations; end a run that does not learn, saved."""

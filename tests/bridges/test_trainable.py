@@ -120,6 +120,17 @@ def test_learning_is_a_function_of_state_pictures_and_key(judges):
         assert_equal((first.state(), second.state()))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_steps_without_a_finite_gradient_change_nothing_and_count_until_a_finite_one(judges):
+    broken, sound = make(judges["sd3"], beta=1e-39), make(judges["sd3"])  # 1 / beta is infinite in float32
+    before = broken.state()
+    assert train(broken, 3)["skipped"] == 1
+    assert_equal((broken.state(), before | {"skipped": np.array(3)}))
+    sound.restore(broken.state())
+    assert sound.skipped == 3
+    assert train(sound, 1)["skipped"] == 0 and (sound.skipped, sound.updates) == (0, 1)
+
+
 def test_micro_batches_change_nothing_but_rounding(judges):
     renderers = [make(judges["sd3"], micro_batch=size, updates=2) for size in (1, 3, 16)]
     metrics = [train(renderer, 2) for renderer in renderers]

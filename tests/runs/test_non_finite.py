@@ -48,7 +48,7 @@ def test_a_run_of_skipped_updates_stops_and_resumes_from_its_last_finite_state(v
     run = tmp_path / "run"
     train_values(values, run, judge="1 2 3 4", expected=2)
     error = capsys.readouterr().err
-    assert error.startswith("error: the loss or its gradient was not finite in 3 updates in a row")
+    assert error.startswith("error: the policy's loss or its gradient was not finite in 3 updates in a row")
     assert f"continue with --resume --run_dir {run}" in error and error.count("\n") == 1
     assert_same_bits(learned(run, "latest"), learned(run, 1))
     train_values(values, run, "--resume")

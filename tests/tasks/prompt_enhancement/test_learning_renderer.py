@@ -86,6 +86,21 @@ def test_a_killed_run_continues_bit_for_bit(run, tmp_path):
     assert not differences(came, expected)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_run_stops_if_no_update_of_its_renderer_is_finite(run, tmp_path, capsys):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["judges"]["renderer"]["train"]["beta"] = 1e-39  # 1 / beta is infinite in float32
+    config["training"]["max_steps"], config["evaluation"]["every"] = 9, 0
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for count, arguments in ((3, [f"--config={tmp_path / 'config.yaml'}"]), (4, ["--resume"])):
+        assert train.main([*arguments, f"--run_dir={tmp_path / 'run'}"]) == 2
+        error = capsys.readouterr().err
+        assert f"error: the renderer's loss or its gradient was not finite in {count} updates in a row" in error
+        assert "a lower judges.renderer.train.learning_rate" in error and error.count("\n") == 1
+        rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [row["renderer/skipped"] for row in rows] == [1] * count
+
+
 def test_evaluate_draws_with_the_trained_renderer(run, tmp_path):
     out = tmp_path / "out.json"
     assert evaluate.main(["--run", str(run), "--json", "--out", str(out)]) == 0

@@ -175,9 +175,8 @@ def load_data(
     require_names(config, resolved, data.environment.controls)
     rows = all_rows(data.prompts)
     if config.renderer_learns:
-        trainable = data.learn is not None and process_count() == 1
-        expected = "'rewriter' in several processes, and with a task whose renderer cannot be trained"
-        require(trainable, "training.learns", expected, config.learns)
+        expected = "'rewriter' with a task whose renderer cannot be trained"
+        require(data.learn is not None, "training.learns", expected, config.learns)
     require_columns(resolved, data.rewards, tuple(config.judges), rows)
     require_values(resolved, rows)
     info("rewards", resolved.describe())

@@ -103,6 +103,7 @@ def join(config: Config) -> Config:
     mesh, async_level = config.policy.mesh, config.training.async_level
     require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
     require(async_level == 0, "training.async_level", f"0 with a policy over {count} processes", async_level)
+    require(not config.renderer_learns, "training.learns", f"'rewriter' in {count} processes", config.learns)
     join_processes()
     require_same(start_facts(config))
     return config.replace(run_dir=exchange(str(config.run_dir))[0])

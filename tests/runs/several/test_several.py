@@ -95,6 +95,10 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
             {"policy": {"mesh": {"fsdp": 2}}, "training": {"async_level": 1}},
             r"training\.async_level: expected 0 with a policy over 2 processes, got 1",
         ),
+        (
+            {"policy": {"mesh": {"fsdp": 2}}, "task": "prompt_enhancement", "judges": {"renderer": {"train": {}}}},
+            r"training\.learns: expected 'rewriter' in 2 processes, got 'both'",
+        ),
     ],
 )
 def test_several_processes_refuse_unsupported_settings(fields, message, monkeypatch):

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -124,7 +125,9 @@ def _judge(ended: Ended, moment: Moment) -> list[str]:
     wrong = []
     if ended.code != 0:
         wrong.append(f"exit code {ended.code}: {ended.err.strip()[-300:]}")
-    if ended.err:
+    name = signal.Signals(moment.signal).name
+    acknowledged = rf"(?:{name}: )?stopping(?: after this iteration)?(?:; Ctrl-C again stops now)?\n"
+    if not re.fullmatch(rf"(?:{acknowledged})?", ended.err):
         wrong.append(f"said on standard error: {ended.err[:200]}")
     return wrong
 

@@ -287,6 +287,13 @@ def mistakes(kind: type[Section], values: Values, error: ValidationError) -> lis
     return [line for path, line in lines.items() if not (path in meant and line.endswith(_NO_VALUE))]
 
 
+def first_mistake(error: ValidationError) -> str:
+    """Return the first mistake in values that no config names, in one line: the class, the field and the value."""
+    mistake = error.errors(include_url=False)[0]
+    place = _place((error.title, *mistake["loc"]))
+    return _line(place if mistake["loc"] else "", mistake, ()).removeprefix(": ")
+
+
 _WORDS = {
     **{"greater than or equal to": "a number >=", "less than or equal to": "a number <="},
     **{"greater than": "a number >", "less than": "a number <", "valid dictionary": "mapping"},

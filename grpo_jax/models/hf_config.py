@@ -1,54 +1,29 @@
 """Validation of a ``config.json``: types, ranges, and fields that would change results."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+from annotated_types import Interval
+from pydantic import ConfigDict, ValidationError
+
+from grpo_jax.config.fields import first_mistake
 from grpo_jax.errors import UserError, one_line, short_repr
 
 ConfigJson = Mapping[str, Any]  # the contents of a ``config.json``, or of a table in it
 
-_LARGEST = 3.4e38  # largest float32
-
-
-class Kind(NamedTuple):
-    """A kind of value: its description and its test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-def whole(least: int, most: int) -> Kind:
-    """Make the kind of integers in a range; upper bounds exceed those of any existing model."""
-    return Kind(
-        f"a whole number from {least} to {most}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
-    )
-
-
-def list_of(kind: Kind, words: str) -> Kind:
-    """Make the kind of lists with entries of one kind."""
-    return Kind(words, lambda value: isinstance(value, list | tuple) and all(map(kind.holds, value)))
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # NaN is not
-
-
-WIDTH = whole(1, 2**20)
-LAYERS = whole(1, 2**12)
-HEADS = whole(1, 2**14)
-VOCABULARY = whole(1, 2**24)
-POSITIONS = whole(1, 2**31 - 1)
-TABLE_POSITIONS = whole(1, 2**24)  # rows of a position table, which is allocated
-POSITIVE = Kind("a finite number > 0", lambda value: _finite(value) and value > 0)
-NOT_NEGATIVE = Kind("a finite number >= 0", lambda value: _finite(value) and value >= 0)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-NAME = Kind("a name", lambda value: isinstance(value, str))
-TABLE = Kind("a table of fields", lambda value: isinstance(value, Mapping))
-NAMES = list_of(NAME, "a list of names")
-WIDTHS = list_of(whole(0, 2**20), "a list of whole numbers")
-LAYER_NUMBERS = list_of(whole(0, 2**24), "a list of layers")
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+"""Of the pydantic dataclasses that hold a config; their annotations are the kinds of its fields."""
+LARGEST_FLOAT = 3.4e38  # of float32
+# Upper bounds exceed those of any existing model.
+Side = Annotated[int, Interval(ge=1, le=2**12)]
+Heads = Annotated[int, Interval(ge=1, le=2**14)]
+Width = Annotated[int, Interval(ge=1, le=2**20)]
+Rows = Annotated[int, Interval(ge=1, le=2**24)]  # of a table that is allocated
+Positions = Annotated[int, Interval(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Interval(gt=0, le=LARGEST_FLOAT)]
+NotNegative = Annotated[float, Interval(ge=0, le=LARGEST_FLOAT)]
+MOST_LAYERS = 2**12
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_dropout"), (0,)),
@@ -67,16 +42,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def check_fields(
     fields: ConfigJson,
-    kinds: Mapping[str, Kind],
     neutral: Mapping[str, tuple[Any, ...]],
     model_type: str,
     required: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return the non-null fields. ValueError names one that is missing, of another kind or not supported.
+    """Return the non-null fields. ValueError names one that is missing or not supported.
 
-    `kinds` are those of the supported fields, `neutral` the values of others that change nothing.
+    `neutral` are the values of unsupported fields that change nothing.
     """
-    check_kinds(fields, kinds)
     fields = not_null(fields)
     if missing := [name for name in required if name not in fields]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
@@ -84,11 +57,9 @@ def check_fields(
     return fields
 
 
-def check_kinds(fields: ConfigJson, kinds: Mapping[str, Kind], where: str = "") -> None:
-    """Raise ValueError naming the first field of another kind and its value; missing fields and None pass."""
-    for name, kind in kinds.items():
-        value = fields.get(name)
-        expect(value is None or kind.holds(value), f"{where}{name}", kind.words, value)
+def check_layers(layers: Any, name: str) -> None:
+    """Raise ValueError for a number of layers that no memory holds, before each gets an entry."""
+    expect(layers <= MOST_LAYERS, name, f"at most {MOST_LAYERS}", layers)
 
 
 def expect(holds: bool, name: str, words: str, value: Any) -> None:
@@ -112,11 +83,14 @@ def not_null(fields: ConfigJson) -> dict[str, Any]:
 
 @contextmanager
 def as_user_error(start: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these types to UserError("start: error")."""
+    """Convert errors of these types to UserError("start: error"), in one line."""
     try:
         yield
+    except ValidationError as error:
+        raise UserError(f"{start}: {first_mistake(error)}") from error
     except kinds as error:
-        raise UserError(f"{start}: {error}") from error
+        confused = isinstance(error, TypeError | LookupError | ArithmeticError | AttributeError)
+        raise UserError(f"{start}: {'a field has a value of another type: ' * confused}{error}") from error
 
 
 @contextmanager

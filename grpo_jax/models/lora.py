@@ -10,17 +10,17 @@ with evenly spaced integers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from pydantic.dataclasses import dataclass
 
 from grpo_jax.config.sections import PolicySection
 from grpo_jax.errors import extras_named
-from grpo_jax.models.hf_config import expect
+from grpo_jax.models.hf_config import STRICT, NotNegative, Width, expect
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied, is_quantised
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column shares one
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoraConfig:
     """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685)."""
 
-    rank: int
-    alpha: float
+    rank: Width
+    alpha: NotNegative
     targets: tuple[str, ...]  # target projections of the architecture (``Architecture.projections``)
     vision: tuple[str, ...] = ()  # target projections of the vision tower (``TowerArchitecture.projections``)
 

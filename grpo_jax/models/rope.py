@@ -7,30 +7,33 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pydantic.dataclasses import dataclass
 
+from grpo_jax.config.fields import Count
 from grpo_jax.models import hf_config
+from grpo_jax.models.hf_config import STRICT, NotNegative, Positive
 
 Rotation = tuple[jax.Array, jax.Array]  # cosine and sine of angles
 SCALINGS = ("default", "linear", "llama3", "yarn")  # allowed in a folder
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RopeConfig:
     """Rotary embedding of one model."""
 
-    theta: float = 10_000.0  # base of the wavelengths
+    theta: Positive = 10_000.0  # base of the wavelengths
     scaling: str = "default"  # one of `SCALINGS`; or `longrope`, or `none` without rotation
-    factor: float = 1.0  # factor of the context length (all scalings but `default`)
-    original_length: int = 0  # context length before stretching (`llama3`, `yarn`, `longrope`)
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are fully stretched
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor stay unchanged
-    beta_fast: float = 32.0  # yarn: dimensions with more rotations than this within original_length stay unchanged
-    beta_slow: float = 1.0  # yarn: dimensions with fewer rotations than this are fully stretched
+    factor: Positive = 1.0  # factor of the context length (all scalings but `default`)
+    original_length: Count = 0  # context length before stretching (`llama3`, `yarn`, `longrope`)
+    low_freq_factor: Positive = 1.0  # llama3: wavelengths above original_length / low_freq_factor are fully stretched
+    high_freq_factor: Positive = 4.0  # llama3: wavelengths below original_length / high_freq_factor stay unchanged
+    beta_fast: Positive = 32.0  # yarn: dimensions with more rotations than this within original_length stay unchanged
+    beta_slow: Positive = 1.0  # yarn: dimensions with fewer rotations than this are fully stretched
     # longrope: each pair's wavelength factor up to original_length tokens; longer sequences are not supported
-    short_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0  # multiplies sine and cosine (yarn's temperature)
-    share: float = 1.0  # share of each head's dimensions that rotate, the first ones (partial_rotary_factor)
-    sections: tuple[int, ...] = ()  # numbers of frequencies for time, row and column, if positions have these axes
+    short_factors: tuple[Positive, ...] = ()
+    attention_factor: NotNegative = 1.0  # multiplies sine and cosine (yarn's temperature)
+    share: Positive = 1.0  # share of each head's dimensions that rotate, the first ones (partial_rotary_factor)
+    sections: tuple[Count, ...] = ()  # numbers of frequencies for time, row and column, if positions have these axes
     interleaved: bool = False  # whether the three axes alternate among the frequencies (Qwen3-VL)
 
 
@@ -106,14 +109,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return turned if turning == x.shape[-1] else jnp.concatenate([turned, x[..., turning:]], axis=-1)
 
 
-_ROPE_KINDS = {
-    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), hf_config.POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), hf_config.NOT_NEGATIVE),
-    "original_max_position_embeddings": hf_config.POSITIONS,
-    "rope_type": hf_config.NAME,
-    "mrope_section": hf_config.WIDTHS,
-    "type": hf_config.NAME,
-}
 _ROPE_NEUTRAL = {"partial_rotary_factor": (1,), "truncate": (True,), "mscale": (), "mscale_all_dim": ()}
 _NEEDED = {
     "llama3": ("low_freq_factor", "high_freq_factor", "max_position_embeddings"),
@@ -128,7 +123,6 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
     `theta` is transformers' default if missing; `plain` are further rope types without scaling.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
-    hf_config.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
     hf_config.expect(not nested, "rope_parameters", "one table for all layers", nested)
     hf_config.refuse_changed(scaling, _ROPE_NEUTRAL, "rope_parameters")

@@ -183,7 +183,7 @@ def without(name):
         ),
         ({"peft_type": "LOHA"}, None, "peft_type: expected 'LORA', got 'LOHA'"),
         ({"use_something_new": 1}, None, "use_something_new=1 is not supported"),
-        ({"r": 0}, None, "r: expected a whole number from 1 .*, got 0"),
+        ({"r": 0}, None, "rank: expected a number >= 1, got 0"),
         ({"target_modules": None}, None, "target_modules: expected some of .* got None"),
         ({"target_modules": "("}, None, "adapter_config.json"),
     ],

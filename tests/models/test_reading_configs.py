@@ -34,7 +34,9 @@ def without(fields, name):
         (LLAMA | dict(model_type="mamba"), "'llama', 'mistral', 'olmo2', .*'gpt2'.*mamba"),
         (without(LLAMA, "hidden_size"), "hidden_size"),
         (LLAMA | dict(hidden_act="relu2"), "relu2"),
-        (LLAMA | dict(hidden_size="32"), "hidden_size: expected a whole number from 1 to 1048576, got '32'"),
+        (LLAMA | dict(intermediate_size="32"), "intermediate_size\n.* valid integer"),
+        (LLAMA | dict(tie_word_embeddings="no"), "tie_word_embeddings\n.* valid boolean"),
+        (LLAMA | dict(num_hidden_layers=2**40), "num_hidden_layers: expected at most 4096"),
         (LLAMA | dict(num_key_value_heads=3), "num_key_value_heads: expected a divisor of 4 heads, got 3"),
         (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=2.0)), "dynamic"),
         (LLAMA | dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
@@ -44,7 +46,6 @@ def without(fields, name):
         (QWEN2 | dict(attention_bias=False), "attention_bias"),
         (QWEN2 | dict(layer_types=["sliding_attention", "full_attention"]), "sliding_window"),
         (SMOLLM3 | dict(no_rope_layers=[1]), r"no_rope_layers: expected 2 entries, one per layer, got \[1\]"),
-        (SMOLLM3 | dict(no_rope_layers="01"), "no_rope_layers: expected a list of 0 and 1, got '01'"),
         (
             SMOLLM3 | dict(layer_types=["sliding_attention"] * 2, sliding_window=8),
             "sliding_window: .* use_sliding_window",
@@ -53,14 +54,13 @@ def without(fields, name):
         (PHI3 | dict(rope_scaling=dict(type="longrope", short_factor=[1.0])), r"short_factor: expected 4 numbers"),
         (MOE | dict(mlp_only_layers=[1]), r"mlp_only_layers: expected experts in every layer, got \[1\]"),
         (MOE | dict(num_experts_per_tok=5), "num_experts_per_tok: expected at most num_experts=4, got 5"),
-        (GEMMA2 | dict(final_logit_softcapping=0), "final_logit_softcapping: expected a finite number > 0, got 0"),
-        (GEMMA3 | dict(rope_parameters=dict(rope_theta=1e6)), "rope_parameters.rope_theta: expected a table of fields"),
+        (GEMMA2 | dict(final_logit_softcapping=0), "logit_softcap\n.* greater than 0"),
+        (GEMMA3 | dict(rope_parameters=dict(rope_theta=1e6)), "rope_parameters: expected full_attention .*rope_theta"),
         (GEMMA3 | dict(rope_parameters=dict(chunked={})), r"rope_parameters: expected full_attention and .*chunked"),
         (GPT2 | dict(activation_function="swoosh"), "activation_function.*swoosh"),
         (GPT2 | dict(n_head=5), "n_embd: expected a multiple of n_head=5, got 768"),
         (GPT2 | dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True is not supported"),
         (MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: expected sliding_"),
-        (QWEN2 | dict(model_type="qwen2_vl", text_config=[1]), "text_config: expected a table of fields"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -94,7 +94,7 @@ def test_what_a_folder_leaves_out_is_as_transformers_has_it(fields):
     """All but how many positions there are, which transformers makes up."""
     transformers = pytest.importorskip("transformers")
     whole = transformers.AutoConfig.for_model(**fields).to_dict()
-    ours, theirs = (dataclasses.replace(read_model_config(one), max_positions=None) for one in (fields, whole))
+    ours, theirs = (dataclasses.replace(read_model_config(one), max_positions=1) for one in (fields, whole))
     assert ours == theirs
 
 

@@ -1,6 +1,5 @@
 """GPT-2: learned positions, layer norms, one fused projection for queries, keys and values (Radford et al. 2019)."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -8,26 +7,16 @@ from typing import ClassVar
 
 import jax
 from flax import linen as nn
+from pydantic.dataclasses import dataclass
 
 from grpo_jax.models import hf_config
 from grpo_jax.models.attention import Context, LayerInput, LayerOutput, attend_streams
+from grpo_jax.models.hf_config import STRICT, Heads, NotNegative, Positions, Rows, Width
 from grpo_jax.models.layers import ACTIVATIONS, COLUMNS, FUSED, ROWS, Architecture, LayerNorm, Naming, Projection
 from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-
-_KINDS = {
-    "vocab_size": hf_config.VOCABULARY,
-    "n_embd": hf_config.WIDTH,
-    "n_inner": hf_config.WIDTH,
-    "n_layer": hf_config.LAYERS,
-    "n_head": hf_config.HEADS,
-    "n_positions": hf_config.TABLE_POSITIONS,
-    "activation_function": hf_config.NAME,
-    "tie_word_embeddings": hf_config.FLAG,
-    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), hf_config.NOT_NEGATIVE),
-}
 
 _NEUTRAL = {
     **hf_config.NEUTRAL,
@@ -38,20 +27,20 @@ _NEUTRAL = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class GPT2Config:
     """Shape and choices of a GPT-2; hashable, hence static under jit."""
 
-    vocab_size: int  # V, rows of the embedding
-    hidden_size: int  # D
-    intermediate_size: int  # width of the MLP
-    num_layers: int  # number of layers
-    num_heads: int  # H, heads; divides D
-    max_positions: int  # rows of the position embedding, the limit of prompt plus completion tokens
+    vocab_size: Rows  # V, rows of the embedding
+    hidden_size: Width  # D
+    intermediate_size: Width  # width of the MLP
+    num_layers: Positions  # number of layers
+    num_heads: Heads  # H, heads; divides D
+    max_positions: Rows  # rows of the position embedding, the limit of prompt plus completion tokens
     activation: str = "gelu_new"  # the MLP's, one of `layers.ACTIVATIONS`
-    layer_norm_eps: float = 1e-5  # epsilon of every layer norm
+    layer_norm_eps: NotNegative = 1e-5  # epsilon of every layer norm
     tie_word_embeddings: bool = True  # the head is the embedding
-    initializer_range: float = 0.02  # standard deviation at initialisation
+    initializer_range: NotNegative = 0.02  # standard deviation at initialisation
     model_type: ClassVar[str] = MODEL_TYPE
     vision: ClassVar[None] = None
     logit_softcap: ClassVar[None] = None
@@ -80,7 +69,7 @@ class GPT2Config:
         Dropout is never applied, since sampler and update must have the same distribution. Scores are always float32
         (``reorder_and_upcast_attn``). The ``summary_*`` fields belong to a head that a language model does not have.
         """
-        fields = hf_config.check_fields(config, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
+        fields = hf_config.check_fields(config, _NEUTRAL, MODEL_TYPE, _REQUIRED)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],
@@ -90,7 +79,7 @@ class GPT2Config:
             max_positions=fields["n_positions"],
             activation=fields.get("activation_function", "gelu_new"),
             layer_norm_eps=float(fields.get("layer_norm_epsilon", 1e-5)),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
+            tie_word_embeddings=fields.get("tie_word_embeddings", True),
             initializer_range=float(fields.get("initializer_range", 0.02)),
         )
 

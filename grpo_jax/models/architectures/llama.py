@@ -1,17 +1,18 @@
 """Llama, Mistral, OLMo 2, Qwen2, Qwen3 and the language models of Qwen-VL: RMS norms, RoPE, a gated MLP."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from pydantic.dataclasses import dataclass
 
 from grpo_jax.models import hf_config
 from grpo_jax.models.attention import Context, LayerInput, LayerOutput, add_deepstack, attend_streams
+from grpo_jax.models.hf_config import STRICT, Heads, NotNegative, Positions, Positive, Rows, Width
 from grpo_jax.models.layers import (
     ACTIVATIONS,
     COLUMNS,
@@ -32,22 +33,6 @@ TEXT_TYPES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_KINDS = {
-    **dict.fromkeys(("hidden_size", "intermediate_size"), hf_config.WIDTH),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), hf_config.HEADS),
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), hf_config.POSITIONS),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), hf_config.FLAG),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), hf_config.TABLE),
-    "vocab_size": hf_config.VOCABULARY,
-    "num_hidden_layers": hf_config.LAYERS,
-    "sliding_window": hf_config.POSITIONS,
-    "max_window_layers": hf_config.whole(0, 2**31 - 1),
-    "layer_types": hf_config.NAMES,
-    "hidden_act": hf_config.NAME,
-    "rms_norm_eps": hf_config.NOT_NEGATIVE,
-    "initializer_range": hf_config.NOT_NEGATIVE,
-    "rope_theta": hf_config.POSITIVE,
-}
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
 _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
 _DEFAULTS = {"mistral": {"num_key_value_heads": 8, "sliding_window": 4096}}
@@ -55,32 +40,32 @@ _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5, "olmo2": 1e-5}
 _QK_NORMS = {"qwen3": "head", "qwen3_vl": "head", "olmo2": "projection"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Mixture:
     """A mixture of experts in place of each layer's MLP (`layers.Router`)."""
 
-    experts: int  # X, number of experts
-    chosen: int  # k, experts per token
-    width: int  # of each expert's gated MLP
+    experts: Heads  # X, number of experts
+    chosen: Heads  # k, experts per token
+    width: Width  # of each expert's gated MLP
     normalised: bool = False  # whether the weights of the chosen experts sum to 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DecoderConfig:
     """Shape and choices of a Llama-like decoder; hashable, hence static under jit."""
 
-    vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's)
-    hidden_size: int  # D
-    intermediate_size: int  # width of the gated MLP
-    num_layers: int  # number of layers
-    num_heads: int  # H, query heads
-    num_kv_heads: int  # K, key/value heads; divides H
-    head_dim: int  # E, size of a head (even)
+    vocab_size: Rows  # V, rows of the embedding (may exceed the tokenizer's)
+    hidden_size: Width  # D
+    intermediate_size: Width  # width of the gated MLP
+    num_layers: Positions  # number of layers
+    num_heads: Heads  # H, query heads
+    num_kv_heads: Heads  # K, key/value heads; divides H
+    head_dim: Heads  # E, size of a head (even)
     activation: str = "silu"  # the MLP's gate, one of `layers.ACTIVATIONS`
-    rms_norm_eps: float = 1e-6  # epsilon of every RMS norm
+    rms_norm_eps: NotNegative = 1e-6  # epsilon of every RMS norm
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)  # rotary embedding
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # of each layer, None for a layer without; empty if all have `rope`
-    windows: tuple[int | None, ...] = ()  # positions that each layer looks back, with its own; None for all
+    windows: tuple[Positions | None, ...] = ()  # positions that each layer looks back, with its own; None for all
     qkv_bias: bool = False  # biases on the query, key and value projections
     output_bias: bool = False  # bias on the attention's output projection
     mlp_bias: bool = False  # biases on the MLP's projections
@@ -90,13 +75,13 @@ class DecoderConfig:
     mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
     norms: Literal["pre", "post", "both"] = "pre"  # on inputs of attention and MLP, outputs (OLMo 2), or both (Gemma)
-    attention_scale: float | None = None  # factor of attention scores; None for E^-0.5
-    attention_softcap: float | None = None  # softcap of attention scores, None for none
-    logit_softcap: float | None = None  # softcap of the logits, None for none
-    embedding_scale: float = 1.0  # factor of embedded tokens
+    attention_scale: Positive | None = None  # factor of attention scores; None for E^-0.5
+    attention_softcap: Positive | None = None  # softcap of attention scores, None for none
+    logit_softcap: Positive | None = None  # softcap of the logits, None for none
+    embedding_scale: Positive = 1.0  # factor of embedded tokens
     tie_word_embeddings: bool = False  # the head is the embedding
-    max_positions: int | None = None  # the folder's max_position_embeddings, or None
-    initializer_range: float = 0.02  # standard deviation at initialisation
+    max_positions: Positions | None = None  # the folder's max_position_embeddings, or None
+    initializer_range: NotNegative = 0.02  # standard deviation at initialisation
     model_type: str = "llama"  # Hugging Face's name of the architecture
     vision: VisionConfig | None = None  # the vision tower, or None for a text-only model
 
@@ -121,7 +106,6 @@ class DecoderConfig:
     def from_hf(cls, config: hf_config.ConfigJson) -> "DecoderConfig":
         """Read a ``config.json``, flat or nested; fields that change the result are supported or refused by name."""
         model_type = config["model_type"]
-        hf_config.check_kinds(config, {"text_config": hf_config.TABLE, "tie_word_embeddings": hf_config.FLAG})
         fields = _text_fields(config, model_type)
         shared = read_shared(fields, model_type, head_dim=128 if model_type in ("qwen3", "qwen3_vl") else None)
         hf_config.refuse_changed(fields, _neutral(fields, model_type), model_type)
@@ -130,7 +114,7 @@ class DecoderConfig:
             **shared,
             rope=_rope(fields, model_type, shared["head_dim"] // 2),
             windows=_windows(fields, model_type),
-            mlp_bias=model_type == "llama" and bool(fields.get("mlp_bias", False)),
+            mlp_bias=model_type == "llama" and fields.get("mlp_bias", False),
             qk_norm=_QK_NORMS.get(model_type, ""),
             norms="post" if model_type == "olmo2" else "pre",
             vision=read_vision(config, fields["vocab_size"], fields["hidden_size"]) if sees else None,
@@ -141,18 +125,17 @@ def read_shared(
     fields: hf_config.ConfigJson,
     model_type: str,
     *,
-    extra_kinds: Mapping[str, hf_config.Kind] = MappingProxyType({}),
     honoured: tuple[str, ...] = (),
     head_dim: int | None = None,
 ) -> dict[str, Any]:
     """Check the fields shared by all architectures of `DecoderConfig`, and return its common arguments.
 
-    `fields` include the architecture's defaults. `extra_kinds` are the kinds of its own fields, and `honoured` are the
-    fields of ``NEUTRAL`` that it supports.
+    `fields` include the architecture's defaults, and `honoured` are the fields of ``NEUTRAL`` that it supports.
     """
     neutral = {name: values for name, values in hf_config.NEUTRAL.items() if name not in honoured}
-    fields = hf_config.check_fields(fields, {**_KINDS, **extra_kinds}, neutral, model_type, _REQUIRED)
-    bias, qwen2_like = bool(fields.get("attention_bias")), model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
+    fields = hf_config.check_fields(fields, neutral, model_type, _REQUIRED)
+    hf_config.check_layers(fields["num_hidden_layers"], "num_hidden_layers")
+    bias, qwen2_like = fields.get("attention_bias", False), model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
     return {
         "vocab_size": fields["vocab_size"],
         "hidden_size": fields["hidden_size"],
@@ -165,7 +148,7 @@ def read_shared(
         "rms_norm_eps": float(fields.get("rms_norm_eps", _DEFAULT_EPS.get(model_type, 1e-6))),
         "qkv_bias": bias or qwen2_like,
         "output_bias": bias and not qwen2_like,
-        "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": fields.get("tie_word_embeddings", False),
         "max_positions": fields.get("max_position_embeddings"),
         "initializer_range": float(fields.get("initializer_range", 0.02)),
         "model_type": model_type,
@@ -178,7 +161,7 @@ def _text_fields(config: hf_config.ConfigJson, model_type: str) -> dict[str, Any
         return {**_DEFAULTS.get(model_type, {}), **config}
     fields = dict(config["text_config"])
     # Tying is set at the top level; folders before transformers 5 set it below.
-    fields["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or fields.get("tie_word_embeddings"))
+    fields["tie_word_embeddings"] = config.get("tie_word_embeddings") or fields.get("tie_word_embeddings") or False
     return fields
 
 

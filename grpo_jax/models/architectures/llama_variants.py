@@ -14,14 +14,12 @@ from grpo_jax.models.rope import RopeConfig, read_rope
 
 SMOLLM3 = "smollm3"
 _SMOLLM3_DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
-_TURNS = hf_config.list_of(hf_config.Kind("", lambda value: value in (0, 1)), "a list of 0 and 1")
-_SMOLLM3_EXTRA_KINDS = {"no_rope_layers": _TURNS, "no_rope_layer_interval": hf_config.LAYERS}
 
 
 def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a SmolLM3's ``config.json``; ValueErrors name the field."""
     fields = {**_SMOLLM3_DEFAULTS, **config}
-    shared = read_shared(fields, SMOLLM3, extra_kinds=_SMOLLM3_EXTRA_KINDS, honoured=("no_rope_layers",))
+    shared = read_shared(fields, SMOLLM3, honoured=("no_rope_layers",))
     turns, rope = _smollm_turns(fields), read_rope(fields, theta=2e6)
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     windows = tuple(None if turned else window for turned in turns)  # only layers without RoPE have a window
@@ -32,7 +30,7 @@ def read_smollm3(config: hf_config.ConfigJson) -> DecoderConfig:
         rope=rope,
         layer_ropes=() if all(turns) else tuple(rope if turned else None for turned in turns),
         windows=windows,
-        mlp_bias=bool(fields.get("mlp_bias", False)),
+        mlp_bias=fields.get("mlp_bias", False),
     )
 
 
@@ -56,20 +54,13 @@ SMOLLM3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(model_types=(SMOLLM3,),
 PHI3 = "phi3"
 _PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
 _PHI3_NEUTRAL = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"), (0,))
-_FACTORS = hf_config.list_of(hf_config.POSITIVE, "a list of numbers > 0")
-_PHI3_EXTRA_KINDS = {"partial_rotary_factor": hf_config.POSITIVE}
-_PHI3_ROPE_KINDS = {
-    **dict.fromkeys(("short_factor", "long_factor"), _FACTORS),
-    **dict.fromkeys(("rope_theta", "factor", "attention_factor", "partial_rotary_factor"), hf_config.POSITIVE),
-    **dict.fromkeys(("rope_type", "type"), hf_config.NAME),
-}
 _LONG = ("longrope", "su", "yarn")  # older names of longrope in transformers
 
 
 def read_phi3(config: hf_config.ConfigJson) -> DecoderConfig:
     """Read a ``config.json`` of a Phi-3; ValueErrors name the field."""
     fields = {**_PHI3_DEFAULTS, **hf_config.not_null(config)}
-    shared = read_shared(fields, PHI3, extra_kinds=_PHI3_EXTRA_KINDS, honoured=("partial_rotary_factor",))
+    shared = read_shared(fields, PHI3, honoured=("partial_rotary_factor",))
     hf_config.refuse_changed(fields, _PHI3_NEUTRAL, PHI3)
     return DecoderConfig(
         **shared,
@@ -82,7 +73,6 @@ def read_phi3(config: hf_config.ConfigJson) -> DecoderConfig:
 def _phi_rope(fields: hf_config.ConfigJson, head_dim: int) -> RopeConfig:
     """Return the partial rotary embedding, with LongRoPE's table for short sequences if the folder has one."""
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
-    hf_config.check_kinds(scaling, _PHI3_ROPE_KINDS, "rope_parameters.")
     share = float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0)
     turned = int(head_dim * share)
     even = share <= 1 and turned >= 2 and turned % 2 == 0
@@ -134,13 +124,6 @@ _QWEN3_MOE_DEFAULTS = {
 }
 _QWEN3_MOE_MODULES = {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _QWEN3_MOE_MODULES |= {"router": "mlp.gate"}
-_EXPERTS = hf_config.whole(1, 2**14)
-_QWEN3_MOE_EXTRA_KINDS = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), _EXPERTS),
-    **dict.fromkeys(("norm_topk_prob", "output_router_logits"), hf_config.FLAG),
-    "moe_intermediate_size": hf_config.WIDTH,
-    "mlp_only_layers": hf_config.LAYER_NUMBERS,
-}
 
 
 def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
@@ -148,7 +131,7 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
     fields = {**_QWEN3_MOE_DEFAULTS, **hf_config.not_null(config)}
     fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
     honoured = ("num_experts", "num_local_experts")
-    shared = read_shared(fields, QWEN3_MOE, extra_kinds=_QWEN3_MOE_EXTRA_KINDS, honoured=honoured)
+    shared = read_shared(fields, QWEN3_MOE, honoured=honoured)
     dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
     # The layers are one stack, so all have the same kind, as in every published folder.
     hf_config.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
@@ -160,7 +143,7 @@ def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
         rope=read_rope(fields),
         windows=same_window(fields, fields["sliding_window"] if fields.get("use_sliding_window") else None),
         qk_norm="head",
-        mixture=Mixture(experts, chosen, fields["moe_intermediate_size"], bool(fields.get("norm_topk_prob", False))),
+        mixture=Mixture(experts, chosen, fields["moe_intermediate_size"], fields.get("norm_topk_prob", False)),
     )
 
 
@@ -187,11 +170,6 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 _SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # Gemma 2's; null is none
-_GEMMA_EXTRA_KINDS = {
-    **dict.fromkeys((*_SOFTCAPS, "query_pre_attn_scalar", "rope_local_base_freq"), hf_config.POSITIVE),
-    "sliding_window_pattern": hf_config.LAYERS,
-    "hidden_activation": hf_config.NAME,
-}
 
 
 def read_gemma2(config: hf_config.ConfigJson) -> DecoderConfig:
@@ -212,7 +190,7 @@ def _read_gemma(fields: hf_config.ConfigJson, model_type: str, *, pattern: int, 
     fields = {**_GEMMA_DEFAULTS, **hf_config.not_null(fields)}
     honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
     honoured = honoured if model_type == GEMMA2 else honoured[:2]
-    shared = read_shared(fields, model_type, extra_kinds=_GEMMA_EXTRA_KINDS, honoured=honoured)
+    shared = read_shared(fields, model_type, honoured=honoured)
     names = ("full_attention", "sliding_attention")
     types = fields.get("layer_types", [names[(index + 1) % pattern != 0] for index in range(shared["num_layers"])])
     return DecoderConfig(
@@ -230,12 +208,9 @@ def _read_gemma(fields: hf_config.ConfigJson, model_type: str, *, pattern: int, 
 
 def _gemma_ropes(fields: hf_config.ConfigJson) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of layers without and with a window: a table for each or, in older folders, two bases."""
-    hf_config.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), hf_config.TABLE))
     tables = dict(fields.get("rope_parameters") or {})
-    hf_config.check_kinds(tables, dict.fromkeys(tables, hf_config.TABLE), "rope_parameters.")
     known = set(tables) <= {"full_attention", "sliding_attention"}
     hf_config.expect(known, "rope_parameters", "full_attention and sliding_attention alone", sorted(tables))
-    hf_config.check_kinds(fields, dict.fromkeys(("rope_theta", "rope_local_base_freq"), hf_config.POSITIVE))
     far = {"rope_parameters": (tables.get("full_attention") or {}) | (fields.get("rope_scaling") or {})}
     far |= {name: fields.get(name) for name in ("rope_theta", "max_position_embeddings")}
     near = {"rope_parameters": tables.get("sliding_attention"), "rope_theta": fields.get("rope_local_base_freq")}

@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.architectures import ModelConfig, read_model_config
 from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.weights import new_folder, read_json_file, read_params, weight_files, write_params
-from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failures_named, whole
+from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failures_named
 from grpo_jax.models.variables import PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -183,7 +183,9 @@ def _special_ids(
     generation = read_json_file(path) if path.is_file() else {}
     nested = raw.get("text_config")
     sources = (generation, raw, nested if isinstance(nested, Mapping) else {})
-    is_id = whole(0, vocab_size - 1).holds
+
+    def is_id(value: object) -> bool:
+        return type(value) is int and 0 <= value < vocab_size
 
     def find(field: str, fallback: object) -> tuple[int, ...]:
         for value in (*(source.get(field) for source in sources), fallback):

@@ -6,14 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
 from grpo_jax.models.hf.weights import read_json_file
-from grpo_jax.models.hf_config import as_user_error, failures_named
+from grpo_jax.models.hf_config import STRICT, Positions, Positive, Side, as_user_error, failures_named
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture
 
@@ -27,39 +28,24 @@ TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProc
 EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 """Pixels along the sides of a picture by default: 256 tokens, and whole windows."""
 LONGEST_SHAPE = 200  # the largest ratio of sides that the processor takes
-_PIXELS = hf_config.whole(1, 2**31 - 1)
-_NUMBERS = hf_config.list_of(hf_config.NOT_NEGATIVE, "")
-_THREE_NUMBERS = hf_config.Kind("three finite numbers", lambda value: _NUMBERS.holds(value) and len(value) == 3)
-
-_KINDS = {
-    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), hf_config.whole(1, 2**10)),
-    **dict.fromkeys(("min_pixels", "max_pixels"), _PIXELS),
-    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), hf_config.FLAG),
-    "image_mean": _THREE_NUMBERS,
-    "image_std": hf_config.Kind("three numbers > 0", lambda value: _THREE_NUMBERS.holds(value) and min(value) > 0),
-    "rescale_factor": hf_config.POSITIVE,
-    "resample": hf_config.Kind("2 (bilinear) or 3 (bicubic)", lambda value: value in (2, 3)),
-    "size": hf_config.TABLE,
-    "image_processor_type": hf_config.Kind(f"one of {', '.join(TYPES)}", lambda value: value in TYPES),
-}
 _SETTINGS = {"patch_size": "patch", "merge_size": "merge", "temporal_patch_size": "frames"}
 _SETTINGS |= {"rescale_factor": "rescale", "resample": "resample", "image_mean": "mean", "image_std": "deviation"}
 """Fields of `PictureSettings`, by their names in a folder."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class PictureSettings:
     """Settings of a folder's image processor."""
 
-    patch: int = 14  # pixels along a patch's side
-    merge: int = 2  # patches along the side of a merged token
-    frames: int = 2  # repetitions of a still picture in a patch (temporal_patch_size)
+    patch: Side = 14  # pixels along a patch's side
+    merge: Side = 2  # patches along the side of a merged token
+    frames: Side = 2  # repetitions of a still picture in a patch (temporal_patch_size)
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # per channel, subtracted after rescaling
-    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # per channel, the divisor
-    rescale: float = 1 / 255  # factor of a pixel's value in [0, 255]
-    resample: int = 3  # Pillow's number of the filter: 2 bilinear, 3 bicubic
-    least: int = 56 * 56  # min_pixels of a prepared picture
-    most: int = 28 * 28 * 1280  # max_pixels of one
+    deviation: tuple[Positive, Positive, Positive] = (0.26862954, 0.26130258, 0.27577711)  # per channel, the divisor
+    rescale: Positive = 1 / 255  # factor of a pixel's value in [0, 255]
+    resample: Literal[2, 3] = 3  # Pillow's number of the filter: 2 bilinear, 3 bicubic
+    least: Positions = 56 * 56  # min_pixels of a prepared picture
+    most: Positions = 28 * 28 * 1280  # max_pixels of one
     edge: int = 0  # side in pixels of every prepared picture, a square; 0 keeps each picture's shape
 
     @property
@@ -99,7 +85,7 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
     UserError if settings are missing, belong to another processor, or do not suit the size.
     """
     path, fields = _fields(folder)
-    with as_user_error(str(path), ValueError):
+    with as_user_error(str(path), ValueError, TypeError, AttributeError):
         settings = _settings(fields)
         for name in ("patch_size", "merge_size", "temporal_patch_size"):
             mine, its = (getattr(part, _SETTINGS[name]) for part in (settings, vision))
@@ -141,11 +127,11 @@ def _fields(folder: Path) -> tuple[Path, hf_config.ConfigJson]:
 
 
 def _settings(fields: hf_config.ConfigJson) -> PictureSettings:
-    hf_config.check_kinds(fields, _KINDS)
+    kind = fields.get("image_processor_type")
+    hf_config.expect(kind is None or kind in TYPES, "image_processor_type", f"one of {', '.join(TYPES)}", kind)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         hf_config.expect(fields.get(name) is not False, name, "true, as pictures are prepared here", False)
     size = fields.get("size") or {}
-    hf_config.check_kinds(size, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
     least = fields.get("min_pixels") or size.get("shortest_edge") or PictureSettings.least
     most = fields.get("max_pixels") or size.get("longest_edge") or PictureSettings.most
     hf_config.expect(least <= most, "min_pixels", f"at most max_pixels={most}", least)

@@ -97,7 +97,9 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         targets = [_targets(raw, part) for part in parts]
         projections = tuple(parts[0].modules)
         hf_config.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
-        lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *targets)
+        tower = targets[1] if len(targets) > 1 else ()
+        alpha = float(raw.get("lora_alpha") or 0)
+        lora = LoraConfig(rank=raw.get("r"), alpha=alpha, targets=targets[0], vision=tower)
         return lora, _read(files, lora, config, parts)
 
 
@@ -179,7 +181,6 @@ def _found(part: _Part, config: ModelConfig, names: Iterable[str]) -> _Part:
 def _refuse_unsupported(raw: hf_config.ConfigJson) -> None:
     """Honour or refuse by name every field that changes the adapters' results."""
     hf_config.expect(raw.get("peft_type") == "LORA", "peft_type", "'LORA'", raw.get("peft_type"))
-    hf_config.expect(hf_config.WIDTH.holds(raw.get("r")), "r", hf_config.WIDTH.words, raw.get("r"))
     words = "plain LoRA (PEFT's save_pretrained converts it: path_initial_model_for_weight_conversion)"
     start = raw.get("init_lora_weights")
     hf_config.expect(start in _PLAIN_STARTS, "init_lora_weights", words, start)

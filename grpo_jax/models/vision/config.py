@@ -1,38 +1,41 @@
 """Vision towers of Qwen-VL: shape and choices, read from a folder's ``config.json``."""
 
-import dataclasses
-from typing import Any
+from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass
+
+from grpo_jax.config.fields import Count
 from grpo_jax.models import hf_config
+from grpo_jax.models.hf_config import STRICT, Heads, NotNegative, Positions, Positive, Rows, Side, Width
 from grpo_jax.models.layers import ACTIVATIONS
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class VisionConfig:
     """Shape and choices of a vision tower; hashable, hence static under jit."""
 
     model_type: str  # Hugging Face's name of the architecture, tower and language model together
-    depth: int  # number of layers
-    width: int  # hidden size of the layers
-    inner: int  # width of their MLP
-    heads: int  # attention heads; a head's size is a multiple of 4
-    out: int  # D, width of the language model
-    patch: int  # pixels along a patch's side
-    image_token: int  # placeholder token that a merged token's state replaces
-    video_token: int  # the same for videos, which are not supported: it must not occur in a text
-    vision_start_token: int  # ordinary token before a picture
-    vision_end_token: int  # ordinary token after a picture
+    depth: Positions  # number of layers
+    width: Width  # hidden size of the layers
+    inner: Width  # width of their MLP
+    heads: Heads  # attention heads; a head's size is a multiple of 4
+    out: Width  # D, width of the language model
+    patch: Side  # pixels along a patch's side
+    image_token: Count  # placeholder token that a merged token's state replaces
+    video_token: Count  # the same for videos, which are not supported: it must not occur in a text
+    vision_start_token: Count  # ordinary token before a picture
+    vision_end_token: Count  # ordinary token after a picture
     activation: str = "quick_gelu"  # of the layers' MLP, one of `ACTIVATIONS`
-    frames: int = 2  # frames in a patch, all equal for a still picture
-    channels: int = 3  # channels of a pixel
-    merge: int = 2  # patches along the side of a merged token
-    window: int | None = None  # merged tokens along the side of an attention window; None without windows
-    full_attention_layers: tuple[int, ...] = ()  # layers that see the whole picture, if there are windows
-    deepstack_layers: tuple[int, ...] = ()  # whose states are also added after the language model's first layers
-    positions: int = 0  # rows of the table of learned positions, whose largest square is used; 0 for none
-    theta: float = 10_000.0  # base of the rotary wavelengths
-    epsilon: float = 1e-6  # of every norm
-    initializer_range: float = 0.02  # standard deviation of freshly drawn weights
+    frames: Side = 2  # frames in a patch, all equal for a still picture
+    channels: Side = 3  # channels of a pixel
+    merge: Side = 2  # patches along the side of a merged token
+    window: Side | None = None  # merged tokens along the side of an attention window; None without windows
+    full_attention_layers: tuple[Count, ...] = ()  # layers that see the whole picture, if there are windows
+    deepstack_layers: tuple[Count, ...] = ()  # whose states are also added after the language model's first layers
+    positions: Rows | Literal[0] = 0  # rows of the table of learned positions, whose largest square is used; 0 for none
+    theta: Positive = 10_000.0  # base of the rotary wavelengths
+    epsilon: Positive = 1e-6  # of every norm
+    initializer_range: NotNegative = 0.02  # standard deviation of freshly drawn weights
 
     def __post_init__(self):
         """Refuse impossible shapes, with the field names of ``config.json``."""
@@ -89,23 +92,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
     | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
     | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
 }
-_SIDE = hf_config.whole(1, 2**12)  # side of patches, windows and a patch's parts
-_INDEX = hf_config.whole(0, 2**24)
-_KINDS = {
-    **dict.fromkeys(
-        ("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), hf_config.WIDTH
-    ),
-    **dict.fromkeys(("patch_size", "spatial_patch_size", "spatial_merge_size", "temporal_patch_size"), _SIDE),
-    **dict.fromkeys(("in_channels", "in_chans"), _SIDE),
-    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), hf_config.LAYER_NUMBERS),
-    **dict.fromkeys(("mlp_ratio", "rope_theta"), hf_config.POSITIVE),
-    "num_position_embeddings": hf_config.TABLE_POSITIONS,
-    "depth": hf_config.LAYERS,
-    "num_heads": hf_config.HEADS,
-    "hidden_act": hf_config.NAME,
-    "initializer_range": hf_config.NOT_NEGATIVE,
-    "rope_parameters": hf_config.TABLE,
-}
 # Fields with other values in transformers' towers, or in other architectures, that would change the computation.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **hf_config.NEUTRAL,
@@ -126,7 +112,6 @@ _TOKENS = {
 def read_vision(config: hf_config.ConfigJson, vocab_size: int, hidden_size: int) -> VisionConfig | None:
     """Read a Qwen-VL folder's tower, supporting or refusing every field; None if ``config.json`` has none."""
     raw, model_type = config.get("vision_config"), config["model_type"]
-    hf_config.check_kinds(config, {"vision_config": hf_config.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
     if raw is None:
         return None
     try:
@@ -144,6 +129,7 @@ def read_vision(config: hf_config.ConfigJson, vocab_size: int, hidden_size: int)
 
 def _read_shape(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     fields = _read_fields(raw, model_type)
+    hf_config.check_layers(fields["depth"], "depth")
     window = fields.get("window_size")
     if window is not None:
         window = window // fields["spatial_merge_size"] // fields["patch_size"]
@@ -173,7 +159,7 @@ def _read_shape(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
 
 def _read_fields(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
     present = {_ALIASES.get(name, name): value for name, value in hf_config.not_null(raw).items()}
-    present = hf_config.check_fields(present, _KINDS, _NEUTRAL, model_type)
+    present = hf_config.check_fields(present, _NEUTRAL, model_type)
     defaults = _FIELDS[model_type]
     fields = defaults | {name: value for name, value in present.items() if name in defaults}
     foreign = {name for other in _FIELDS.values() for name in other} - defaults.keys()
@@ -186,7 +172,6 @@ def _read_fields(raw: hf_config.ConfigJson, model_type: str) -> dict[str, Any]:
 
 def _theta(fields: hf_config.ConfigJson) -> float:
     rope = fields.get("rope_parameters") or {}
-    hf_config.check_kinds(rope, {"rope_theta": hf_config.POSITIVE}, "rope_parameters.")
     kind = rope.get("rope_type") or rope.get("type") or "axial"
     hf_config.expect(kind in _ROPE, "rope_type", f"one of {', '.join(_ROPE)}", kind)
     hf_config.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")

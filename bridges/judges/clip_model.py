@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class ClipModel(ModelJudge):
     """Score pictures and texts by their cosine in the space of a `CLIPModel` of transformers."""
 
+    auto = "AutoModel"
+    working_bytes = 2**28  # activations are some tens of megabytes
+
     path: str = "yuvalkirstain/PickScore_v1"
     """Folder or hub id."""
     batch_size: PositiveCount = resume_mutable(32)
@@ -46,13 +49,6 @@ class ClipModel(ModelJudge):
             dtype=DTYPES[self.dtype],
             batch_size=self.batch_size,
         )
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights; activations are some tens of megabytes."""
-        from bridges import loading
-
-        weights = loading.model_size(self.path) * loading.DTYPES[self.dtype].itemsize
-        return [("CLIP", weights, self.dtype), ("scoring", 2**28, "allowance")]
 
     def check_config(self, config: PretrainedConfig) -> None:
         """Refuse another model."""

@@ -47,9 +47,8 @@ class Vqa(ModelJudge):
         from bridges.loading import load_complete, load_part
 
         processor = load_part(AutoProcessor, self.path, "processor")
-        require(
-            hasattr(processor, "image_processor"), self.path, "a model that sees pictures", type(processor).__name__
-        )
+        sees = hasattr(processor, "image_processor")
+        require(sees, self.path, "a model that sees pictures", type(processor).__name__)
         require(processor.chat_template, self.path, "a model with a chat template", None)
         processor.tokenizer.padding_side = "left"  # so that all rows end before the reply
         model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype, device=device)

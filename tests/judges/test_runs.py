@@ -41,7 +41,7 @@ async def wished(completions, wish, preference):
 
 FOLDERS = [
     (tiny_models.reward_model, SequenceClassification, "model"),
-    (tiny_models.clip_model, ClipModel, "CLIP"),
+    (tiny_models.clip_model, ClipModel, "model"),
     (seeing_folder, Vqa, "model"),
     (tiny_models.detector, ObjectDetection, "model"),
 ]
@@ -94,7 +94,7 @@ def test_the_plan_counts_its_weights_which_must_be_there(make, kind, part, tmp_p
     weights = [*(loaded.model.model if kind is ClipModel else loaded._model).parameters()]
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
     assert judge.memory()[0] == (part, sum(weight.nbytes for weight in weights), "bfloat16")
-    assert ClipModel(dtype="bfloat16").memory()[0] == ("CLIP", 2 * 986_109_441, "bfloat16")  # of a table
+    assert ClipModel(dtype="bfloat16").memory()[0] == ("model", 2 * 986_109_441, "bfloat16")  # of a table
     with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
         kind(path="/nowhere/at/all").check()
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from grpo_jax.errors import Stopped, UserError, extras_named, one_line
 
@@ -64,25 +62,17 @@ def load_module(place: str) -> ModuleType:
         raise UserError(f"importing {name} raised {type(error).__name__}: {one_line(error)}") from error
 
 
-class _Uncached(SourceFileLoader):
-    """Loads a file itself, never its compiled form: Python takes an old one whose time and size are the same."""
-
-    def path_stats(self, path: str) -> NoReturn:
-        """Say that there is nothing to compare a compiled file with."""
-        raise OSError
-
-
 def _load_file(path: Path) -> ModuleType:
-    """Import a file once; a changed file is another module."""
-    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()
+    """Import a file once; a changed file is another module, even if its time and size are the same."""
+    code = path.read_bytes()
+    digest = hashlib.sha256(str(path.resolve()).encode() + code).hexdigest()
     name = f"{FILE}{path.stem}_{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
-    assert spec is not None and spec.loader is not None  # a .py file has a loader
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # pickle needs the entry
+    sys.modules[name] = module = ModuleType(name)  # pickle needs the entry
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(code, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

@@ -303,6 +303,8 @@ class AlgorithmSection(Section):
     advantage_eps: NonNegative = 1e-4
     """Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread has little
     effect: lower this, or scale the reward."""
+    standardise_rewards: bool = False
+    """Standardise each reward by its mean and deviation over all batches so far, before the rewards are summed."""
     clip_low: Annotated[Positive, Le(1)] | None = None
     """Lower clip bound; null for the preset's."""
     clip_high: Positive | None = None
@@ -360,6 +362,8 @@ class AlgorithmSection(Section):
         self.require(kept, "update_ref_every", "0 with a teacher, which stands for the reference")
         scaled = self.scale is None or self.advantage == "grpo"
         self.require(scaled, "scale", f"null with {chosen}, which has a scale of its own")
+        summed = not self.standardise_rewards or self.advantage not in ("gdpo", "maxrl", "opd")
+        self.require(summed, "standardise_rewards", f"false with {chosen}")
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
         self.require(grouped, "zero_variance_groups", f"'keep' with {chosen}, which compares no groups")
         binary = self.overlong_buffer == 0 or self.advantage != "maxrl"

@@ -34,6 +34,7 @@ class Notes(NamedTuple):
         constant: Value of a reward with a single one, and the iterations in a row with it.
         range: Lowest and highest value of each reward.
         truncated: Iterations in a row in which no completion ended.
+        moments: `RewardMoments` of each reward over all batches, with algorithm.standardise_rewards.
     """
 
     before: Mapping[str, Mapping[str, float]] = {}
@@ -44,6 +45,7 @@ class Notes(NamedTuple):
     constant: Mapping[str, Sequence[float]] = {}
     range: Mapping[str, Sequence[float]] = {}
     truncated: int = 0
+    moments: Mapping[str, Sequence[float]] = {}
 
     @classmethod
     def read(cls, saved: Record) -> Notes:

@@ -54,6 +54,7 @@ from grpo_jax.runs.session import (
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import StopRequests, stop_requests
 from grpo_jax.training.batch import Batch, make_batch
+from grpo_jax.training.estimators import standardised
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
 
@@ -270,7 +271,10 @@ class Trainer:
     def make_batch(self, collected: CollectedBatch) -> Batch:
         """Return the update's batch on the policy's devices, with advantages and a teacher's log-probabilities."""
         device, mesh = self.ctx.policy_device, self.ctx.policy.mesh
-        batch = make_batch(collected.rollout, collected.objectives, self.algorithm, device=device, mesh=mesh)
+        objectives = collected.objectives
+        if self.algorithm.standardise_rewards:
+            objectives, _ = standardised(objectives, self.progress.notes.moments)
+        batch = make_batch(collected.rollout, objectives, self.algorithm, device=device, mesh=mesh)
         return batch if self.teacher is None else batch._replace(ref_logprobs=self.teacher(batch))
 
     def learn_pictures(self, collected: CollectedBatch, i: int) -> CollectedBatch:
@@ -291,6 +295,8 @@ class Trainer:
         seconds = {**rollout.seconds, "update": time.monotonic() - judged - rollout.seconds.get("renderer", 0.0)}
         row = metrics.iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
         notes = metrics.reward_streaks(self.ctx, rollout, self.progress.notes)
+        if self.algorithm.standardise_rewards:
+            notes = notes._replace(moments=standardised(collected.objectives, notes.moments)[1])
         for line in metrics.streak_warnings(self.ctx, notes, done):
             self.output.warning(line)
         self.progress = self.progress.add_seconds(seconds)._replace(iteration=done, notes=notes, unvalidated=row)

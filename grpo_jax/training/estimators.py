@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from grpo_jax.core.advantages import (
     sum_rewards,
 )
 from grpo_jax.core.returns import last_turn, overlong_penalty, turn_advantages, turn_returns
+from grpo_jax.core.reward_moments import RewardMoments, standardise_rewards
 from grpo_jax.core.selection import groups_with_signal
 from grpo_jax.errors import StopRun
 
@@ -127,6 +128,24 @@ def make_turn_objectives(
             objectives = objectives._replace(rewards=returns[:, :, 0], returns=returns)
     keep = section.zero_variance_groups == "keep"
     return objectives._replace(informative=np.ones(prompts, bool) if keep else informative_groups(objectives, section))
+
+
+def standardised(
+    objectives: Objectives, saved: Mapping[str, Sequence[float]]
+) -> tuple[Objectives, dict[str, RewardMoments]]:
+    """Standardise each reward over all batches, this one included; return the new moments by name too.
+
+    `saved` are the moments before this batch.
+    """
+    values = np.asarray(objectives.rewards)
+    moments = {
+        name: RewardMoments(*saved.get(name, ())).with_batch(values[..., n]) for n, name in enumerate(objectives.names)
+    }
+    rewards, returns = (
+        None if array is None else jnp.asarray(standardise_rewards(np.asarray(array), [*moments.values()]))
+        for array in (objectives.rewards, objectives.returns)
+    )
+    return objectives._replace(rewards=rewards, returns=returns), moments
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:

@@ -110,32 +110,40 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     text = read_text(path, own_package("bridges", "retrieval.catalogue").MOST_BYTES)
     problems = Problems()
     lines: dict[str, int] = {}
-    users: list[UserSequence] = []
-    named: set[str] = set()
+    items: dict[str, list[str]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        user, *items = line.split()
-        named.update(items)
+        user, *named = line.split()
+        unknown = [item for item in named if item not in catalogue.rows]
         if user in lines:
             problems.add(f"line {number}: user {user} occurs twice (first on line {lines[user]})")
-            continue
-        lines[user] = number
-        unknown = [item for item in items if item not in catalogue.rows]
-        if unknown:
+        elif unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             problems.add(f"line {number}: user {user}: item {unknown[0]}{more} not in the catalogue")
-        elif len(items) >= 2:
-            users.append(UserSequence(user, tuple(catalogue.rows[item] for item in items)))
-    refuse_foreign_items(path, named, catalogue)
+        lines.setdefault(user, number)
+        items.setdefault(user, []).extend(named)
+    form = "a line is user_id item1 … itemN, separated by white space"
+    return _sequences(path, items, catalogue, problems, form)
+
+
+def _sequences(
+    path: str | Path,
+    items: Mapping[str, Collection[str]],
+    catalogue: Catalogue,
+    problems: Problems,
+    form: str,
+    notes: Sequence[str] = (),
+) -> Sequences:
+    """Return the users with at least two items, or raise a file's problems as one UserError."""
+    refuse_foreign_items(path, {item for own in items.values() for item in own}, catalogue)
     problems.refuse(str(path))
+    users = [UserSequence(user, tuple(catalogue.rows[i] for i in own)) for user, own in items.items() if len(own) > 1]
+    if few := len(items) - len(users):
+        notes = (*notes, f"{few} users with fewer than 2 items are left out")
     if not users:
-        raise UserError(f"{path}: no user has two items; a line is user_id item1 … itemN, separated by white space")
-    return Sequences(tuple(users), _left_out(len(lines) - len(users)))
-
-
-def _left_out(users: int) -> tuple[str, ...]:
-    return (f"{users} users with fewer than 2 items are left out",) if users else ()
+        raise UserError(f"{path} has no user with at least 2 items; {'; '.join([*notes, form])}")
+    return Sequences(tuple(users), tuple(notes))
 
 
 def refuse_foreign_items(path: str | Path, named: Collection[str], catalogue: Catalogue) -> None:
@@ -158,49 +166,33 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
     """
     reading = own_package("bridges", "retrieval.catalogue")
     problems = Problems()
-    rows = list(reading.read_table(path, problems, needs=EVENT_COLUMNS, columns=columns or {}))
-    events: dict[str, list[tuple[float, int]]] = {}
-    named: set[str] = set()
-    forms: dict[bool, int] = {}  # the first line with ISO 8601 time, and the first with a number
-    for line, row in rows:
+    events: dict[str, list[tuple[float, str]]] = {}
+    for line, row in reading.read_table(path, problems, needs=EVENT_COLUMNS, columns=columns or {}):
         user, item = row["user_id"].strip(), row["item_id"].strip()
-        named.add(item)
         try:
-            time, iso = _seconds(row["timestamp"])
+            time = _seconds(row["timestamp"])
         except (ValueError, OverflowError):
             problems.add(f"line {line}: expected a timestamp that is a number or ISO 8601, got {row['timestamp']!r}")
-            continue
-        forms.setdefault(iso, line)
+            time = 0.0
         if not user or time != time:
             problems.add(f"line {line}: a blank user or a timestamp that is NaN")
         elif item not in catalogue.rows:
             problems.add(f"line {line}: user {user}: item {item} not in the catalogue")
-        else:
-            events.setdefault(user, []).append((time, catalogue.rows[item]))
-    if len(forms) > 1:
-        first, other = sorted(forms.values())
-        problems.add(f"line {other}: timestamps must be all numbers or all ISO 8601; see line {first}")
-    refuse_foreign_items(path, named, catalogue)
-    problems.refuse(str(path))
+        events.setdefault(user, []).append((time, item))
     # Sorting is stable: ties keep the order of the file.
     items = {
-        user: tuple(dict.fromkeys(row for _, row in sorted(some, key=operator.itemgetter(0))))
+        user: dict.fromkeys(item for _, item in sorted(some, key=operator.itemgetter(0)))
         for user, some in events.items()
     }
-    users = tuple(UserSequence(user, own) for user, own in items.items() if len(own) >= 2)
-    notes = _left_out(len(events) - len(users))
     repeated = sum(map(len, events.values())) - sum(map(len, items.values()))
-    if repeated:
-        notes = (f"{repeated} events repeat an item of the same user and are left out; the first counts", *notes)
-    if not users:
-        raise UserError(f"{path} has no user with at least 2 items; {'; '.join(notes) or 'it is empty'}")
-    return Sequences(users, notes)
+    note = f"{repeated} events repeat an item of the same user and are left out; the first counts"
+    return _sequences(path, items, catalogue, problems, "a line is an event", [note] if repeated else [])
 
 
-def _seconds(text: str) -> tuple[float, bool]:
-    """Return a time as a number, and whether it was ISO 8601: then seconds since 1970, in UTC by default."""
+def _seconds(text: str) -> float:
+    """Return a time as a number; ISO 8601 as seconds since 1970, in UTC by default."""
     try:
-        return float(text), False
+        return float(text)
     except ValueError:
         time = datetime.fromisoformat(text.strip())
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), True
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()

@@ -88,12 +88,12 @@ BY_TITLE = "title\titem_id\n" + "".join(f"soap\t{name}\n" for name in IDS)
     [
         (BY_TITLE, LINES, "items.tsv: the first column is the title: put the column of ids first"),
         (ITEMS.replace("P0", "P"), LINES, "40 of 40 items are not in the catalogue, such as 'P000'; its first id is "),
-        (ITEMS, LINES.replace(" ", ","), "no user has two items; a line is user_id item1 … itemN, separated by white"),
+        (ITEMS, LINES.replace(" ", ","), "a line is user_id item1 … itemN, separated by white"),
         (ITEMS.replace("\t", ","), LINES, "['item_id,title']: rename it with --data.columns.title NAME; tabs sep"),
         (ITEMS.replace("title", "Title"), LINES, "the header has no column 'title', it says ['item_id', 'Title']"),
         (ITEMS.encode("utf-16"), LINES, "items.tsv: not UTF-8 text; save it as UTF-8"),
         ("", LINES, "items.tsv has no items: expected a line that names the columns id and title, and one for each"),
-        (ITEMS, "", "sequential.txt: no user has two items"),
+        (ITEMS, "", "sequential.txt has no user with at least 2 items"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong_as_a_whole_is_one_line(items, users, message, tmp_path):
@@ -116,7 +116,7 @@ def test_all_bad_lines_of_sequences_are_said_at_once(tmp_path):
     with pytest.raises(UserError, match=r"s\.txt: 2 bad lines: line 2: user u2: item x and 1 more not in the") as error:
         read_sequences(path, LETTERS)
     assert str(error.value).endswith("line 3: user u1 occurs twice (first on line 1)")
-    with pytest.raises(UserError, match="no user has two items"):
+    with pytest.raises(UserError, match="no user with at least 2 items"):
         read_sequences(write(tmp_path, "empty.txt", "\n"), LETTERS)
 
 
@@ -175,7 +175,6 @@ def test_purchases_of_a_shop_have_names_and_times_of_their_own(tmp_path):
     [
         ("1,b,4,soon", "line 3: expected a timestamp that is a number or ISO 8601, got 'soon'"),
         ("1,z,4,3", "line 3: user 1: item z not in the catalogue"),
-        ("1,d,2,2026-01-02", "line 3: timestamps must be all numbers or all ISO 8601; see line 2"),
         ("1,c", "line 3: expected 4 fields as in the header, got 2"),
         (",d,1,1", "line 3: a blank user or a timestamp that is NaN"),
         ("1,e,1,nan", "line 3: a blank user or a timestamp that is NaN"),

@@ -291,7 +291,8 @@ def first_mistake(error: ValidationError) -> str:
     """Return the first mistake in values that no config names, in one line: the class, the field and the value."""
     mistake = error.errors(include_url=False)[0]
     place = _place((error.title, *mistake["loc"]))
-    return _line(place if mistake["loc"] else "", mistake, ()).removeprefix(": ")
+    line = _line(place if mistake["loc"] else "", mistake, ())
+    return line.removeprefix(": ").removesuffix("; there are: ")
 
 
 _WORDS = {

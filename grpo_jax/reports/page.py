@@ -19,8 +19,9 @@ import numpy as np
 from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from grpo_jax.config.fields import first_mistake
 from grpo_jax.config.files import Values, load_json, read_text
-from grpo_jax.errors import UserError, one_line
+from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import Rows, drawn_charts, number
 from grpo_jax.reports.console import suspicions
 from grpo_jax.rollout.pictures import png
@@ -233,9 +234,7 @@ def read_end(run: RunDirectory) -> RunEnd:
     try:
         return TypeAdapter(RunEnd, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(load_json(run.end))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{run.end}: {place}: {one_line(first['msg'])}") from error
+        raise UserError(f"{run.end}: {first_mistake(error)}") from error
 
 
 def _read_summary(run: RunDirectory, rows: Rows) -> Values:

@@ -146,13 +146,13 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
         ("summary.json", "[1]", "summary.json: cannot be read (expected a JSON object, got [1])"),
         ("summary.json", "[" * 100_000, "summary.json: cannot be read (nested too deeply)"),
         ("report.json", "[" * 100_000, "report.json: cannot be read (nested too deeply)"),
-        ("report.json", '{"tables": [{"title": 3}]}', "report.json: tables.0.title: Input should be a valid string"),
+        ("report.json", '{"tables": [{"title": 3}]}', "report.json: RunEnd.tables[0].title: expected a string, got 3"),
         (
             "report.json",
             '{"gallery": [{"prompt": "p", "completion": "r", "before": "<b>"}]}',
-            "gallery.0.before: Value error, a picture is not valid base64",
+            "gallery[0].before: a picture is not valid base64",
         ),
-        ("report.json", '{"sections": {"gallery": "<form>"}}', "report.json: sections: "),
+        ("report.json", '{"sections": {"gallery": "<form>"}}', "report.json: RunEnd.sections: no such field"),
     ],
 )
 def test_a_damaged_run_is_one_line(tmp_path, refused, name, text, line):

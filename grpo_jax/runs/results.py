@@ -68,26 +68,15 @@ def summarise(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluatio
     If the renderer was trained, "start_renderer" has the trained policy's texts drawn before its training, and "oracle"
     the best known texts after it; "oracle_before" has those before it.
     """
-    before, measures = progress.notes.before, after["greedy"].measures if after else {}
+    before, now = progress.notes.before, {kind: evaluation.measures for kind, evaluation in after.items()}
+    measures = now.get("greedy", {})
     kinds = {"before": "greedy", "before_sampled": "sampled"} | {n: n for n in ("oracle", "unchanged", "untrained")}
-    sampled = after["sampled"].measures if "sampled" in after else {}
-    ends = {}
-    if START_RENDERER in after:  # references are drawn by the trained renderer too
-        best = after["oracle"].measures if "oracle" in after else {}
-        ends = {
-            START_RENDERER: after[START_RENDERER].measures,
-            "oracle": best,
-            "oracle_before": before.get("oracle", {}),
-        }
-    evaluation = {
-        name: {
-            **{kind: before.get(texts, {}).get(name) for kind, texts in kinds.items()},
-            "after": value,
-            "after_sampled": sampled.get(name),
-            **{kind: values.get(name) for kind, values in ends.items()},
-        }
-        for name, value in measures.items()
-    }
+    by_kind = {kind: before.get(texts, {}) for kind, texts in kinds.items()}
+    by_kind |= {"after": measures, "after_sampled": now.get("sampled", {})}
+    if START_RENDERER in now:  # references are drawn by the trained renderer too
+        by_kind |= {START_RENDERER: now[START_RENDERER], "oracle_before": by_kind["oracle"]}
+        by_kind["oracle"] = now.get("oracle", {})
+    evaluation = {name: {kind: values.get(name) for kind, values in by_kind.items()} for name in measures}
     baseline, reward = before.get("greedy", {}).get(TOTAL), measures.get(TOTAL)
     improvement = None if baseline is None or reward is None else reward - baseline
     suspect: list[str] = []

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.config.files import Values, parse_json, read_bytes
+from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError, one_line, short_name
 from grpo_jax.rollout.pictures import png
-from grpo_jax.tasks.task import EpisodeEntry, Finished, GalleryEntry
+from grpo_jax.tasks.task import EpisodeEntry, GalleryEntry
 
 LOCK = "run.lock"
 
@@ -234,27 +234,14 @@ class Output(nullcontext["Output"]):
         super().__init__(self)
         self.directory = RunDirectory(str(config.run_dir))
 
-    def info(self, text: str = "", detail: str | None = None, *, style: str | None = None) -> None:
-        """Print a line."""
-
-    def warning(self, text: str) -> None:
-        """Print a warning."""
-
     def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Remove the output after a step; return the number of rows of metrics."""
         return step if rows is None else rows
 
-    def start(self, total: int, done: int = 0) -> None:
-        """Start the progress bar."""
+    def info(self, *_: object, **__: object) -> None:
+        """Write nothing."""
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Write the completions of an iteration."""
-
-    def iteration(self, row: Values) -> None:
-        """Write an iteration's metrics."""
-
-    def finish(self, finished: Finished, *, config: Config) -> None:
-        """Write summary and report."""
+    warning = start = completions = iteration = finish = info
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

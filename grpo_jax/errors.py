@@ -163,13 +163,12 @@ class Parser(argparse.ArgumentParser):
 def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the options of all commands: --version, --debug, and --run and --checkpoint of a run."""
     parser = Parser(prog=f"grpo {command}", description=description)
+    add = parser.add_argument
     if reads_run:
-        parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
-        parser.add_argument(
-            "--checkpoint", default="final", help="start, final, best, latest, or a step (default: %(default)s)."
-        )
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+        add("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+        add("--checkpoint", default="final", help="start, final, best, latest, or a step (default: %(default)s).")
+    add("--version", action="version", version=version())
+    add("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 

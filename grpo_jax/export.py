@@ -15,20 +15,13 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     description = "Restore a policy from a run directory and write it as a Hugging Face folder, with merged adapters."
     parser = run_parser("export", description)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="Type of the weights (default: float32, without rounding).",
-    )
-    parser.add_argument(
-        "--adapters", action="store_true", help="Write only the LoRA adapters, in PEFT's format (float32)."
-    )
-    parser.add_argument(
-        "--renderer", action="store_true", help="Write the trained renderer's LoRA weights instead, as diffusers does."
-    )
-    parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
-    parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
+    add, dtypes = parser.add_argument, ("float32", "bfloat16", "float16")
+    add("--out", required=True, metavar="FOLDER", help="Folder to write.")
+    add("--dtype", choices=dtypes, help="Type of the weights (default: float32, without rounding).")
+    add("--adapters", action="store_true", help="Write only the LoRA adapters, in PEFT's format (float32).")
+    add("--renderer", action="store_true", help="Write the trained renderer's LoRA weights instead, as diffusers does.")
+    add("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
+    add("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
     return parser
 
 

@@ -107,14 +107,10 @@ def make_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
     source.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
-    parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="Pictures of every prompt.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="FOLDER",
-        help="Draw each answer too, with the run's renderer: FOLDER/0.png, ….",
-    )
+    add, drawn = parser.add_argument, "Draw each answer too, with the run's renderer: FOLDER/0.png, …."
+    add("--picture", nargs="+", default=[], metavar="FILE", help="Pictures of every prompt.")
+    add("--json", action="store_true", help="Print JSON, a line for each prompt.")
+    add("--pictures", type=Path, metavar="FOLDER", help=drawn)
     return parser
 
 

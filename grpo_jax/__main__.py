@@ -8,14 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax.errors import (
-    UserError,
-    exit_on_interrupt,
-    exit_process,
-    run_cli,
-    short_name,
-    version,
-)
+from grpo_jax.errors import UserError, exit_on_interrupt, exit_process, run_cli, short_name, version
 
 if __name__.endswith("__main__"):  # also of the script `grpo`; before slow imports
     exit_on_interrupt()

@@ -30,27 +30,13 @@ from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import Output, read_metrics, write_atomically
 from grpo_jax.runs.endings import rewards_missing_reason, updates_skipped_reason, with_remedy
-from grpo_jax.runs.evaluation import (
-    caption_values,
-    configured_eval_rewards,
-    eval_reward_values,
-    evaluate,
-    measure_all,
-)
+from grpo_jax.runs.evaluation import caption_values, configured_eval_rewards, eval_reward_values, evaluate, measure_all
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import exit_if_peer_failed, join, require_shared, versions
 from grpo_jax.runs.python_input import from_python, keep_prompts
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
-from grpo_jax.runs.session import (
-    SCORE,
-    Callbacks,
-    IterationEvent,
-    Notes,
-    Progress,
-    Record,
-    require_same,
-)
+from grpo_jax.runs.session import SCORE, Callbacks, IterationEvent, Notes, Progress, Record, require_same
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import StopRequests, stop_requests
 from grpo_jax.training.batch import Batch, make_batch

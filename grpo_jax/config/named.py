@@ -64,7 +64,7 @@ def load_module(place: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     """Import a file once; a changed file is another module, even if its time and size are the same."""
-    code = path.read_bytes()
+    path, code = path.absolute(), path.read_bytes()
     digest = hashlib.sha256(str(path.resolve()).encode() + code).hexdigest()
     name = f"{FILE}{path.stem}_{digest[:16]}"
     if name in sys.modules:

@@ -153,7 +153,9 @@ class Checkpoints:
 
         def read(path: Path) -> tuple[dict[str, PyTree], Meta]:
             with closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers()))) as reader:
-                wanted = _items(template)
+                saved, wanted = reader.metadata(path).item_metadata or {}, _items(template)
+                for item, tree in wanted.items():
+                    _require_fits(getattr(saved.get(item), "tree", None), tree, path)
                 args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
                 restored = reader.restore(path, args=ocp.args.Composite(**args))
             items = {item: jax.tree.map(_as_template, tree, restored[item]) for item, tree in wanted.items()}
@@ -263,7 +265,7 @@ class Checkpoints:
                 return self._reading(which, read, again=False)
             if isinstance(error, UserError):  # it is missing, or does not match
                 raise
-            raise UserError(f"{path} cannot be read, or is of another configuration ({disk_reason(error)})") from error
+            raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
 
     def _seal(self) -> None:
         """Write the manifest of a step before its commit; Orbax calls this before the rename."""
@@ -329,6 +331,25 @@ def _as_template(leaf: PyTree, restored: PyTree) -> PyTree:
         return type(leaf)(np.asarray(restored).item())
     # an uncommitted array stays uncommitted
     return restored if getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
+
+
+def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
+    """Raise UserError naming the first leaf with another shape or dtype, or missing on one side."""
+
+    def described(tree: PyTree) -> dict[str, str]:
+        named = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+            named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{array.dtype}{list(array.shape)}"
+        return named
+
+    stored, expected = described(saved), described(wanted)
+    for name in dict.fromkeys([*expected, *stored]):
+        if expected.get(name) != stored.get(name):
+            raise UserError(
+                f"{where} does not fit this configuration: {name} is {stored.get(name, 'absent')} in the checkpoint, "
+                f"{expected.get(name, 'absent')} is expected; use the config.yaml that lies beside it"
+            )
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import io
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -97,33 +96,28 @@ class Console:
         `done` steps preceded a resume. Without a terminal, about twenty lines are printed in total. Yields a function
         that shows a finished step, counted from 1, with its metrics.
         """
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
         from rich.table import Column
 
         # Crop instead of wrapping: the next refresh would not remove wrapped lines.
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        remaining = TextColumn("eta {task.fields[eta]}", markup=False)
         figures = TextColumn("{task.fields[status]}", markup=False, table_column=rest)
-        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), remaining, figures)
+        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("eta"), TimeRemainingColumn(), figures)
         visible = self._terminal.is_terminal
-        with Bar(*columns, console=self._terminal, disable=not visible, transient=False, expand=True) as bar:
-            task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
+        # The pace is that of all steps but the first, which compiles.
+        options = {"transient": False, "expand": True, "speed_estimate_period": math.inf}
+        with Bar(*columns, console=self._terminal, disable=not visible, **options) as bar:
+            task = bar.add_task("training", total=total, completed=done, status="compiling …")
             every = max(1, total // 20)
-            first: tuple[int, float] | None = None  # the clock starts after the first step, which compiles
 
             def update(step: int, metrics: Mapping[str, float]) -> None:
-                nonlocal first
-                now = time.monotonic()
-                first = first or (step, now)
-                eta = ""
-                if step > first[0]:
-                    pace = (now - first[1]) / (step - first[0])
-                    eta = str(timedelta(seconds=round(pace * (total - step))))
                 text = status(metrics, display)
-                bar.update(task, completed=step, status=text, eta=eta or "-:--:--")
+                bar.update(task, completed=step, status=text)
                 if step % every == 0 or step == total or step == done + 1:
-                    line = f"step {step}/{total}  {text}" + (f"  eta {eta}" if eta else "")
+                    seconds = bar.tasks[0].time_remaining
+                    line = f"step {step}/{total}  {text}"
+                    line += "" if seconds is None else f"  eta {timedelta(seconds=seconds)}"
                     if not visible:
                         self._terminal.print(line)
                     self.record(line)

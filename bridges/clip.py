@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from bridges.loading import side_by_side
 from bridges.pixels import to_pillow
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ _CACHE_SIZE = 4096  # texts
 
 @dataclass(eq=False, repr=False)
 class Scorer:
-    """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, on `device`."""
+    """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, `workers` at a time."""
 
     model: Towers
     tokenizer: Callable[[list[str]], torch.Tensor]
@@ -67,6 +68,7 @@ class Scorer:
     device: torch.device
     dtype: torch.dtype
     batch_size: int
+    workers: int = 1
 
     def __post_init__(self) -> None:
         """Start with an empty cache of texts."""
@@ -93,23 +95,19 @@ class Scorer:
         _, first, places = np.unique(names, return_index=True, return_inverse=True)
         return self._image_features(images[first])[places]
 
-    @torch.no_grad()
     def _image_features(self, images: torch.Tensor) -> torch.Tensor:
         batches = (batch.detach().to(self.device, torch.float32) for batch in images.split(self.batch_size))
-        pixels = (self.preprocess(batch).to(self.dtype) for batch in batches)
-        return torch.cat([self._encode(self.model.encode_image, batch) for batch in pixels])
+        return self._encode(self.model.encode_image, (self.preprocess(batch).to(self.dtype) for batch in batches))
 
-    @torch.no_grad()
     def text_features(self, texts: list[str]) -> torch.Tensor:
         """Return unit features of texts, float32 [B, width], with a cache."""
         if not texts:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}
         missing = [text for text in dict.fromkeys(texts) if text not in features]
-        for start in range(0, len(missing), self.batch_size):
-            batch = missing[start : start + self.batch_size]
-            encoded = self._encode(self.model.encode_text, self.tokenizer(batch).to(self.device))
-            features.update(zip(batch, encoded.clone(), strict=True))
+        if missing:
+            tokens = self.tokenizer(missing).to(self.device).split(self.batch_size)
+            features.update(zip(missing, self._encode(self.model.encode_text, tokens), strict=True))
         for text in texts:
             self._texts[text] = features[text]
             self._texts.move_to_end(text)
@@ -125,8 +123,13 @@ class Scorer:
         """Return the cosine similarity float32 [B] of the texts of each pair."""
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
-    def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-        """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
-        count = len(inputs)
-        padding = inputs[-1:].expand(self.batch_size - count, *inputs.shape[1:])
-        return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
+    def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return unit features of batches, each padded with copies of its last row to the fixed shape."""
+
+        @torch.no_grad()
+        def encode(inputs: torch.Tensor) -> torch.Tensor:
+            count = len(inputs)
+            padding = inputs[-1:].expand(self.batch_size - count, *inputs.shape[1:])
+            return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
+
+        return torch.cat([*side_by_side(encode, batches, self.workers)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import threading
 from collections import OrderedDict
@@ -21,7 +22,7 @@ import torch
 
 from bridges import bundled
 from bridges.judges import PipelineJudge, RenderSettings
-from bridges.loading import DTYPES, first_line, loading, local_folder, torch_device
+from bridges.loading import DTYPES, first_line, loading, local_folder, side_by_side, torch_device, workers
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
 
@@ -206,7 +207,9 @@ class Renderer:
         # Copy them: a tokenizer keeps its truncation between calls, and counting runs while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer, limit in limits if limit == self.window]
         self._cache = _ImageCache(cache_megabytes * 2**20)
-        self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
+        self._lock = threading.Lock()
+        self._workers = workers(device, denoiser(pipeline))
+        self._idle = [pipeline]  # one for each running batch: schedulers and tokenizers keep state during a call
 
     def __str__(self) -> str:
         steps = f"{self.training.steps} step{'s' if self.training.steps > 1 else ''}"
@@ -238,12 +241,15 @@ class Renderer:
         with self._lock:
             images = {key: image for key in keys if (image := self._cache.get(key)) is not None}
             missing = [key for key in dict.fromkeys(keys) if key not in images]
-            for start in range(0, len(missing), settings.batch_size):
-                batch = missing[start : start + settings.batch_size]
-                drawn = self._draw([(prompt, seed) for prompt, seed, _ in batch], settings)
-                for key, image in zip(batch, drawn, strict=True):
-                    images[key] = image.clone()  # its own storage: the cache counts the bytes it keeps alive
-                    self._cache.put(key, images[key])
+            size = settings.batch_size
+            batches = [[key[:2] for key in missing[at : at + size]] for at in range(0, len(missing), size)]
+            models = {id(part): part for part in self.pipeline.components.values() if isinstance(part, torch.nn.Module)}
+            while len(self._idle) < min(self._workers, len(batches)):
+                self._idle.append(copy.deepcopy(self.pipeline, dict(models)))
+            drawn = side_by_side(lambda batch: self._draw(batch, settings), batches, self._workers)
+            for key, image in zip(missing, itertools.chain.from_iterable(drawn), strict=True):
+                images[key] = image.clone()  # its own storage: the cache counts the bytes it keeps alive
+                self._cache.put(key, images[key])
         return torch.stack([images[key] for key in keys]).float()
 
     def _draw(
@@ -264,9 +270,10 @@ class Renderer:
         }
         if settings.negative_prompt and settings.guidance > 1:
             options["negative_prompt"] = [settings.negative_prompt] * len(padded)
+        pipeline = self._idle.pop()
         try:
             with torch.no_grad():
-                images = self.pipeline(
+                images = pipeline(
                     prompt=[prompt for prompt, _ in padded],
                     # One generator per picture: it also gives the noise of the scheduler's later steps.
                     generator=[torch.Generator().manual_seed(seed) for _, seed in padded],
@@ -276,6 +283,8 @@ class Renderer:
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
+        finally:
+            self._idle.append(pipeline)
         if images.shape[-1] != settings.size:
             raise RenderError(f"size: the model draws {images.shape[-1]} pixels where {settings.size} were asked for")
         finite = torch.isfinite(images).flatten(1).all(1).tolist()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,27 @@ def torch_device(name: str | torch.device) -> torch.device:
 def match_precision(precision: str | None) -> None:
     """Match torch's float32 precision on a GPU to the policy's, for the process; all but "highest" allow TF32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+def workers(device: torch.device, model: torch.nn.Module) -> int:
+    """Return the number of batches that `side_by_side` runs at a time: on a CPU one on each core, for a small model.
+
+    Threads gain little in small products, and wait for each other by spinning: torch then has one, in all the process.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _pool()[1] if device.type == "cpu" and parameters < 2**25 else 1
+
+
+@functools.cache
+def _pool() -> tuple[ThreadPoolExecutor, int]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return ThreadPoolExecutor(threads, "batches"), threads
+
+
+def side_by_side(function: Callable[..., torch.Tensor], batches: Iterable, workers: int) -> Iterator[torch.Tensor]:
+    """Map a function over batches; several workers run it in threads of their own."""
+    return (_pool()[0].map if workers > 1 else map)(function, batches)
 
 
 def local_folder(path: str) -> Path | None:

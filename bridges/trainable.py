@@ -55,6 +55,7 @@ class TrainableRenderer(Renderer):
             self.name, type(self.pipeline).__name__, type(scheduler).__name__, network.config, self.training.guidance
         )
         self.train, self.updates, self.skipped = train, 0, 0
+        self._workers = 1  # `_draw` keeps what the transformer was given
         self.training = replace(renderer.training, weights=OLD)
         self.evaluation = replace(renderer.evaluation, weights=TRAINED)
         self._transformer = self.pipeline.transformer

@@ -32,10 +32,9 @@ class OpenClip(Judge):
         import open_clip
 
         from bridges.clip import Scorer
-        from bridges.loading import DTYPES, loading, torch_device
+        from bridges.loading import DTYPES, loading, torch_device, workers
 
         target = torch_device(device)
-        dtype = DTYPES[self.dtype]
         name = self._open_clip_name()
         with loading(f"the scorer {name} ({self.pretrained})" if self.pretrained else f"the scorer {name}"):
             tag = open_clip.get_pretrained_cfg(name, self.pretrained) if self.pretrained else {}
@@ -52,7 +51,8 @@ class OpenClip(Judge):
             tokenizer = open_clip.get_tokenizer(name)
         model.eval().requires_grad_(False)
         preprocess = self._preprocess(model.visual.preprocess_cfg)
-        return Scorer(model, tokenizer, preprocess, name=self.model, device=target, dtype=dtype, batch_size=32)
+        options = {"dtype": DTYPES[self.dtype], "batch_size": 32, "workers": workers(target, model)}
+        return Scorer(model, tokenizer, preprocess, name=self.model, device=target, **options)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the weights; activations are a few tens of megabytes."""

@@ -1,7 +1,10 @@
 """The scorer against open_clip itself: features, preprocessing, errors."""
 
+import functools
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,6 +14,7 @@ open_clip = pytest.importorskip("open_clip")
 from support import tiny_models  # noqa: E402
 from support.vision.judged import pillow, smooth  # noqa: E402
 
+from bridges import loading  # noqa: E402
 from bridges.judges.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
@@ -72,6 +76,38 @@ def test_scores_do_not_depend_on_their_company(folder):
     fresh = load_scorer(folder, batch_size=4)
     assert torch.equal(fresh.image_text(images[order], [texts[i] for i in order]), together[order])
     assert torch.equal(load_scorer(folder, batch_size=4).image_text(images[3:4], texts[3:4]), together[3:4])
+
+
+def test_batches_side_by_side_score_as_one_at_a_time(folder, monkeypatch):
+    images, texts = smooth(16, 24, 24), [f"dog {letter}" for letter in "abcdefghijklmnop"]
+    alone = load_scorer(folder, batch_size=4).image_text(images, texts)
+    pool, meeting = ThreadPoolExecutor(2), threading.Barrier(2)
+
+    def wait(*_):
+        meeting.wait(60)
+
+    monkeypatch.setattr(loading, "_pool", lambda: (pool, 2))
+    scorer = load_scorer(folder, batch_size=4)
+    # Each batch waits for another: only two that run at the same time go on.
+    scorer.model.visual.register_forward_pre_hook(wait)
+    assert torch.equal(scorer.image_text(images, texts), alone)
+    pool.shutdown()
+
+
+def test_only_small_models_on_a_cpu_run_side_by_side(scorer, monkeypatch):
+    """With one thread of torch each; others keep all threads for each product."""
+    threads, cpu = torch.get_num_threads(), torch.device("cpu")
+    monkeypatch.setattr(loading, "_pool", functools.cache(loading._pool.__wrapped__))
+    torch.set_num_threads(3)
+    try:
+        large = torch.nn.Linear(2**13, 2**12, device="meta")
+        assert loading.workers(cpu, large) == loading.workers(torch.device("cuda:0"), scorer.model) == 1
+        assert torch.get_num_threads() == 3
+        assert loading.workers(cpu, scorer.model) == 3 and torch.get_num_threads() == 1
+        assert [*loading.side_by_side(lambda _: torch.get_num_threads(), range(6), 3)] == [1] * 6
+    finally:
+        loading._pool()[0].shutdown()
+        torch.set_num_threads(threads)
 
 
 def test_equal_pictures_are_encoded_once(folder, monkeypatch):

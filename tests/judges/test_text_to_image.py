@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +12,8 @@ diffusers = pytest.importorskip("diffusers")
 
 from support import tiny_models, tiny_pipelines  # noqa: E402
 
+from bridges import loading  # noqa: E402
+from bridges.diffusion import denoiser  # noqa: E402
 from bridges.judges.text_to_image import TextToImage  # noqa: E402
 from grpo_jax.config.command_line import parse  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
@@ -142,6 +146,23 @@ def test_a_picture_does_not_depend_on_its_company(kind, load):
     assert torch.equal(shuffled, together[order])
     torch.manual_seed(99)
     assert torch.equal(renderer.draw(prompts[2:3], seeds[2:3], evaluation=False), together[2:3])
+
+
+@each_kind
+def test_two_batches_side_by_side_draw_the_pictures_of_one_at_a_time(kind, folders, monkeypatch):
+    prompts, seeds = [f"dog {letter}" for letter in "abcdefgh"], list(range(8))
+    alone = judge_of(kind, folders[kind], batch_size=2).load("cpu").draw(prompts, seeds, evaluation=False)
+    pool, meeting = ThreadPoolExecutor(2), threading.Barrier(2)
+
+    def wait(*_):
+        meeting.wait(60)
+
+    monkeypatch.setattr(loading, "_pool", lambda: (pool, 2))
+    renderer = judge_of(kind, folders[kind], batch_size=2).load("cpu")
+    # Each pass waits for that of another batch: only two that run at the same time go on.
+    denoiser(renderer.pipeline).register_forward_pre_hook(wait)
+    assert torch.equal(renderer.draw(prompts, seeds, evaluation=False), alone)
+    pool.shutdown()
 
 
 @some_kinds

@@ -8,7 +8,8 @@ token is written in place. Keys in the values' order take 2.5 times as long to r
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
+from importlib import import_module
 from typing import NamedTuple
 
 import jax
@@ -406,12 +407,24 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
     """Return the attention of a platform, for `attend_streams`.
 
     A CPU uses ``rows``, so that a row's scores fit its cache. A GPU or TPU uses its kernels (``cuda``, ``tpu``) in
-    bfloat16 on one device. Otherwise, and if `implementation` is ``eager``, it uses ``blocks``.
+    bfloat16 on one device. Otherwise, and if `implementation` is ``eager`` or a GPU's jax has no Triton, it uses
+    ``blocks``.
     """
     if platform == "cpu" and not over_mesh:
         return "rows"
     kernels = platform in _FLASH_PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
-    return platform if kernels else "blocks"
+    return platform if kernels and (platform != "cuda" or has_triton()) else "blocks"
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether jax has Pallas on Triton, with its own attention; it deprecates both since 0.11."""
+    try:
+        for module in ("triton", "ops.gpu.attention"):
+            import_module(f"jax.experimental.pallas.{module}")
+    except ImportError:
+        return False
+    return True
 
 
 def _split_group(x: jax.Array, steps: int) -> jax.Array:

@@ -15,7 +15,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 _FLASH_BLOCK = 64  # block of queries and keys on a GPU: 80 KiB of shared memory with head size 128
 _FLASH_PADDED = 128  # rows are padded to a multiple of this
@@ -71,6 +70,8 @@ def attend_token(
     [P, K, E, L] and values [P, K, L, E]; the mask, bool [P, L], is False on their padding. `cache` holds keys
     [P, K, G, E, T] and values [P, K, G, T, E] of the completions, with `slot` (i32) tokens written before the new one.
     """
+    from jax.experimental.pallas import triton  # here, as TPUs need none and later versions of jax may have none
+
     shared, size = query.shape[-2:]
     # XLA makes and rotates one array in one kernel.
     heads = jnp.concatenate([query, key[..., None, :], value[..., None, :]], axis=-2)
@@ -100,6 +101,8 @@ def _heads_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
 
 def _kernel(heads, *refs, shared: int, rows: int, scale: float):
     """Attend with one completion's token and one key head; the softmax begins with the token itself."""
+    from jax.experimental.pallas import triton
+
     prompt_keys, prompt_values, mask, slot, own_keys, own_values, mixed, new_keys, new_values = refs
     here = (jnp.arange(rows) < shared)[:, None]
     query = triton.load(heads.at[pl.ds(0, rows), :], mask=here, other=0)
@@ -115,6 +118,7 @@ def _kernel(heads, *refs, shared: int, rows: int, scale: float):
 
 def _attend(query, keys, values, length, state: _Softmax, scale: float, mask=None) -> _Softmax:
     """Add the first `length` keys [E, S] and values [S, E] to the running maxima, sums and sums of values."""
+    from jax.experimental.pallas import triton
 
     def block(i: jax.Array, state: _Softmax) -> _Softmax:
         top, total, sums = state

@@ -16,6 +16,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import LoraSection, MeshSection
 from grpo_jax.errors import UserError, short_name
+from grpo_jax.models.attention import has_triton
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.hf.weights import weight_files
@@ -117,6 +118,8 @@ def load_run_policy(
     top_k, vocabulary = config.sampling.top_k, policy.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
     info("policy", _described(config, policy, devices))
+    if policy.platform == "cuda" and not has_triton():
+        info("policy", f"jax {jax.__version__} has no Pallas on Triton: attention is XLA's, slower (docs/planning.md)")
     return policy
 
 

@@ -13,6 +13,7 @@ import pytest
 from support.vision.folders import SETTINGS
 
 from grpo_jax.config.command_line import parse
+from grpo_jax.models.attention import has_triton
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.memory import published_policies, read_shape, read_shown
@@ -93,6 +94,7 @@ def shipped(path):
 
 
 CASES = [*map(shipped, CONFIGS), *METHODS]
+KERNEL = r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"'
 WORDS = [f"word{i}" for i in range(500)]
 
 
@@ -169,8 +171,23 @@ def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path
     chosen, model = Target(target), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["update"]
     text = compile_program(program, chosen, open_devices(chosen)[0]).as_text()
-    assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', text)) >= 3
+    assert len(re.findall(KERNEL, text)) >= 3
     assert not re.search(r"\[(?:\d+,)*(?:300,300|428,428|512,512)\]", text)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
+def test_without_triton_in_jax_a_gpu_trains_and_samples_by_products(target, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    has_triton.cache_clear()
+    try:
+        config = configured(Case("long", QWEN2, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=301")), tmp_path)
+        chosen, model = Target(target), read_shape(config.policy.path)
+        for program in run_programs(config, model, None, None, chosen.platform).values():
+            compiled = compile_program(program, chosen, open_devices(chosen)[0])
+            assert not re.search(KERNEL, compiled.as_text())
+    finally:
+        has_triton.cache_clear()
 
 
 @pytest.mark.targets

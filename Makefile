@@ -3,7 +3,7 @@
 # Modules are compiled when first imported: most of the packages' never are.
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= diffusion,recommendation,logging,test,oracles,docs
+EXTRAS ?= diffusion,recommendation,logging,environments,test,oracles,docs
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
 

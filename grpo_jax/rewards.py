@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Literal
 
 from grpo_jax.errors import short_repr
+from grpo_jax.rollout.reasoning_gym import score_answer
 
 Unit = Literal["characters", "words", "tokens"]
 Completion = str | Sequence[Mapping[str, object]]
@@ -151,6 +152,33 @@ def exact_match(
         return float(stated in map(plain, right if isinstance(right, list | tuple) else [right]))
 
     return [value(text, right) for text, right in zip(map(_text, completions), answer, strict=True)]
+
+
+def reasoning_gym(
+    prompts: Sequence[object],
+    completions: Sequence[Completion],
+    answer: Sequence[str | None],
+    metadata: Sequence[Mapping[str, object]],
+    dataset: Sequence[str | None],
+    **columns: object,
+) -> list[float | None]:
+    r"""Return each answer's score by its data set of reasoning-gym, mostly 0 to 1; None for another row.
+
+    An answer is the text in the last <answer>…</answer>, else in the last \boxed{…}, else after the last ####, else the
+    whole completion; reasoning up to </think> is left out. Columns are those of `data.prompts` "reasoning_gym:…".
+    """
+    rows = zip(map(_text, completions), answer, metadata, dataset, strict=True)
+    return [
+        source and score_answer(_answer(text), source, {"answer": right, "metadata": facts})
+        for text, right, facts, source in rows
+    ]
+
+
+def _answer(text: str) -> str:
+    text = text.rpartition("</think>")[2]
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    boxed = _boxed(text)
+    return (tagged[-1] if tagged else text.rpartition("####")[2] if boxed is None else boxed).strip()
 
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3}){1,99}(?![,\d])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"

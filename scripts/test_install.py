@@ -75,6 +75,7 @@ CHECKS = {
         refused("diffusion"),
         refused("diffusion", "--plan"),
         refused("recommendation", "--config=recommendation_quick"),
+        refused("environments", *TEXT, "--data.prompts=reasoning_gym:gcd"),
         refused("quantised", *TEXT, "--policy.lora.rank=2", "--policy.quantised=int8"),
     ],
     SOURCE: [Check(["grpo", "--version"], says="0."), text_task("run")],
@@ -97,6 +98,9 @@ CHECKS = {
     "ray": [
         text_task("run", "--judges.brief=function", "--judges.brief.name=reward.py:brief",
                   "--judges.brief.pool.replicas=2", "--rewards=[{name: brief}]"),
+    ],
+    "environments": [
+        text_task("run", "--data.prompts=reasoning_gym:gcd?size=20", "--rewards=grpo_jax.rewards:reasoning_gym"),
     ],
     "recommendation": [
         Check(

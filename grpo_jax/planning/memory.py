@@ -209,7 +209,7 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     """
     prompt, observations = 0, (config.sampling.turns - 1) * ("renderer" in config.judges)
     if os.path.exists(config.data.prompts):
-        prompt = int(row_facts(all_rows(prompts_of(config.data)))["pictures"].max())
+        prompt = int(row_facts(all_rows(prompts_of(config)))["pictures"].max())
     vision = model.vision
     if vision is None:
         return None, ""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_jax.config.files import require_text
-from grpo_jax.config.sections import DataSection
+from grpo_jax.config.run import Config
 from grpo_jax.errors import Problems, UserError, short_name, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message, Part
 from grpo_jax.rollout.data import (
@@ -28,6 +28,7 @@ from grpo_jax.rollout.data import (
     split_places,
 )
 from grpo_jax.rollout.pictures import File, Source, source_of
+from grpo_jax.rollout.reasoning_gym import read_tasks
 from grpo_jax.rollout.records import Fields, Record, Records, listed, read_records
 
 BUILTIN = ("builtin", "builtin:plain", "builtin:attributes", "builtin:crowded")
@@ -40,14 +41,16 @@ ROLES = ("system", "user", "assistant")
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 
-def prompts_of(section: DataSection) -> PromptSet:
-    """Read the data set that a config names (`load_prompts`)."""
+def prompts_of(config: Config) -> PromptSet:
+    """Read the data set that a config names (`load_prompts`); its seed draws the tasks of reasoning-gym."""
+    section = config.data
+    apart = bool(section.validation or section.test)
     return load_prompts(
-        section.prompts,
+        read_tasks(section.prompts, config.seed, 0 if apart else section.held_out),
         held_out=section.held_out,
         columns=section.columns,
-        validation=section.validation,
-        test=section.test,
+        validation=read_tasks(section.validation, None, 0),
+        test=read_tasks(section.test, None, 0),
     )
 
 
@@ -56,8 +59,8 @@ def load_prompts(
     *,
     held_out: int | float = 0.2,
     columns: Mapping[str, str] = MappingProxyType({}),
-    validation: str = "",
-    test: str = "",
+    validation: Data = "",
+    test: Data = "",
 ) -> PromptSet:
     """Read a data set.
 

@@ -73,7 +73,7 @@ def read_records(place: str) -> Records:
     named = place if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", place) else "OWNER/NAME"
     raise UserError(
         f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
-        f"folder, from {_HUB}{named}, or from builtin[:plain|attributes|crowded]"
+        f"folder, from {_HUB}{named}, from reasoning_gym:NAME, or from builtin[:plain|attributes|crowded]"
     )
 
 

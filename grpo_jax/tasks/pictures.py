@@ -253,7 +253,7 @@ def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyTyp
     name = config.data.prompts
     if name not in WORLDS and name not in makers:
         require(bool(name), "data.prompts", "a .jsonl or .txt file, or builtin", name)
-        return prompts_of(config.data)
+        return prompts_of(config)
     for field in ("columns", "validation", "test"):
         value = getattr(config.data, field)
         require(not value, f"data.{field}", f'nothing with data.prompts "{name}", which is made', value)

@@ -56,7 +56,7 @@ class Text(Task):
             return self._load_classes(setup, ToolEpisodes(classes, by_row=bool(section.tool_classes)))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
-            prompts = prompts_of(section)
+            prompts = prompts_of(setup.config)
         if boxes:
             return TaskData(prompts, environment=TurnEnvironment(boxes[""].step, role="tool"))
         step = load_object(self.environment, "environment") if self.environment else None
@@ -68,7 +68,7 @@ class Text(Task):
         if given is None and (section.prompts or section.tool_classes):
             expected = 'rows whose column "environment" chooses a class of data.tools'
             require(bool(section.prompts), "data.prompts", expected, section.prompts)
-            given = prompts_of(section)
+            given = prompts_of(setup.config)
         if given is not None:
             prompts = PromptSet(*([*map(episodes.start_episode, part)] for part in given))
         else:

@@ -26,7 +26,7 @@ def values(reward, texts, answer=None, **options):
 
 def test_each_shipped_reward_is_documented():
     page = (ROOT / "docs" / "rewards.md").read_text()
-    assert len(PUBLIC) == 5
+    assert len(PUBLIC) == 6
     for reward in PUBLIC:
         options = [p.name for p in inspect.signature(reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{reward.__name__}`")]

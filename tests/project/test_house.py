@@ -14,7 +14,7 @@ from grpo_jax.config.judge import Judge
 from grpo_jax.tasks.task import Task
 
 ROOMS = (
-    *("errors", "core", "config", "rewards", "models", "sampling", "rollout", "training", "tasks", "runs", "reports"),
+    *("errors", "core", "config", "models", "sampling", "rollout", "rewards", "training", "tasks", "runs", "reports"),
     *("planning", "cartpole", "commands"),
 )
 """From the ground up: each imports only from those before it."""

@@ -30,6 +30,18 @@ from grpo_jax.tasks.recommendation.sections import PriorSection
 Measure = Callable[[np.ndarray], np.ndarray]
 
 Gain = Literal["ndcg", "mrr", "hit"]
+_MOST_SCORES, _MOST_USERS = 2**23, 512
+DECAY = 0.7
+"""Weight of each older item in the decayed baselines."""
+Scores = Callable[[int, int], np.ndarray]
+"""score(start, stop) → the scores of all items for examples start … stop-1, [B, I]."""
+Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
+"""B texts, target rows and histories (rows, oldest first), which are left out → `bridges.retrieval.ranking.Ranks`: the
+targets' ranks and probabilities."""
+Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
+"""Histories (rows of the catalogue, oldest first) → f32 [P, I], added to the log-probabilities."""
+LISTED = 100
+"""Items below this place of a policy's ranking score like the item there: the prior alone orders them."""
 
 
 def target_ranks(
@@ -66,20 +78,6 @@ def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) 
 ndcg = functools.partial(gain, "ndcg")
 mrr = functools.partial(gain, "mrr")
 hit = functools.partial(gain, "hit")
-
-
-_MOST_SCORES, _MOST_USERS = 2**23, 512
-
-
-DECAY = 0.7
-"""Weight of each older item in the decayed baselines."""
-Scores = Callable[[int, int], np.ndarray]
-"""score(start, stop) → the scores of all items for examples start … stop-1, [B, I]."""
-
-
-Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Any]
-"""B texts, target rows and histories (rows, oldest first), which are left out → `bridges.retrieval.ranking.Ranks`: the
-targets' ranks and probabilities."""
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:
@@ -191,10 +189,6 @@ def title_baselines(ask: Ask, rows: Sequence[Row], *, mixed: Ask | None = None) 
     return {name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()}
 
 
-Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
-"""Histories (rows of the catalogue, oldest first) → f32 [P, I], added to the log-probabilities."""
-
-
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
     """Return the function that scores the catalogue, I titles, for some histories; `users` are the training histories.
 
@@ -238,10 +232,6 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
         return sparse.csr_array((len(titles), 1), dtype=np.float32)
     weighted = normalize(counted @ sparse.diags_array(vectorizer.idf_))
     return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
-
-
-LISTED = 100
-"""Items below this place of a policy's ranking score like the item there: the prior alone orders them."""
 
 
 def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarray:

@@ -25,6 +25,9 @@ from grpo_jax.tasks.recommendation.catalogue import (
 )
 from grpo_jax.tasks.recommendation.sections import RecommendationFields
 
+NO_TITLE = "(no title)"
+"""Stands in a prompt for a blank title."""
+
 
 class Target(NamedTuple):
     """An item to predict, as a row of the catalogue, and its non-empty history, oldest first.
@@ -58,10 +61,6 @@ def last_split(users: Sequence[UserSequence]) -> Split:
         split.test.extend(targets[-1:])
         before += len(items)
     return split
-
-
-NO_TITLE = "(no title)"
-"""Stands in a prompt for a blank title."""
 
 
 def history_prompt(task: RecommendationFields, titles: Sequence[str], names: Sequence[str] = ()) -> str:

@@ -39,6 +39,11 @@ from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabu
 if TYPE_CHECKING:
     from bridges.retrieval.ranking import Ranks
 
+MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
+"""Rows whose longest prompt sets the width of all → prompt → the policy's greedy completion."""
+BestItems = Callable[[Row, int], list[tuple[int, float]]]
+"""A row and how many → the best rows of the catalogue and their scores."""
+
 
 def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
     """Read the data and open the retriever (`Recommendation.load`)."""
@@ -148,10 +153,6 @@ class Recommended(NamedTuple):
 
 Recommender = Callable[..., list[Recommended]]
 """recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
-MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
-"""Rows whose longest prompt sets the width of all → prompt → the policy's greedy completion."""
-BestItems = Callable[[Row, int], list[tuple[int, float]]]
-"""A row and how many → the best rows of the catalogue and their scores."""
 
 
 def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Recommender:

@@ -27,6 +27,7 @@ CUTOFFS = (5, 10, 20, 50, 100)
 MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "MRR")
 SHOWN = ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR")
 """Measures shown on a terminal."""
+PRIOR = "prior alone"
 
 
 class TableRow(NamedTuple):
@@ -89,9 +90,6 @@ def _cell(interval: Interval, signed: bool) -> str:
     star = "*" if signed and (interval.low > 0 or interval.high < 0) else ""
     mean, low, high = (format(value, "+.4f" if signed else ".4f") for value in interval)
     return f"{mean} [{low}, {high}]{star}"
-
-
-PRIOR = "prior alone"
 
 
 def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = False) -> dict[str, list[float]]:

@@ -36,6 +36,8 @@ from grpo_jax.tasks.recommendation.baselines import (
 from grpo_jax.tasks.recommendation.catalogue import Items
 
 _MEASURES = {"hr": hit, "ndcg": ndcg, "mrr": mrr}
+LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
+"""Columns with the target's place in a row's ranking: by the policy alone, and with the prior."""
 
 
 def task_rewards(items: int, *, fused: bool) -> dict[str, Reward]:
@@ -98,10 +100,6 @@ def _of_rank(measure: Measure) -> Reward:
 def soft(probability: Sequence[float], **_: object) -> list[float]:
     """Return the target's probability under the retriever: a dense objective beside sparse ranks."""
     return list(probability)
-
-
-LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
-"""Columns with the target's place in a row's ranking: by the policy alone, and with the prior."""
 
 
 def ranking_columns(

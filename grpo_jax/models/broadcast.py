@@ -26,6 +26,7 @@ _LEAST_BYTES = 4096
 _WAIT_MS = 7 * 24 * 3_600_000  # longer than any reward; JAX's heartbeat ends the wait for a dead process
 _REPORT_MS = 5000
 _calls = itertools.count(1)
+ALIVE = "grpo_jax/alive"  # prefix of the keys in which processes show each other that they live, or leave
 
 
 def _state() -> Any:
@@ -38,9 +39,6 @@ def _state() -> Any:
 def distributed_client() -> Any:
     """Return JAX's client of the coordinator, with its key-value store and barriers."""
     return _state().client
-
-
-ALIVE = "grpo_jax/alive"  # prefix of the keys in which processes show each other that they live, or leave
 
 
 def announce_exit() -> None:

@@ -32,6 +32,7 @@ _WRITTEN = "2850491637"
 _ANSWERED = "6081527394"
 _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
 """Words that no vocabulary has: of nobody's script, of cuneiform, of Latin letters."""
+_DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class Fixed(NamedTuple):
@@ -92,9 +93,6 @@ def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False, **options: bool) -> list[int]:
     with failures_named(f"the tokenizer of {_folder(tokenizer)} failed"):
         return list(tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"])
-
-
-_DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 def render_chat(

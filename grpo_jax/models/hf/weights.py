@@ -25,6 +25,10 @@ from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+
 
 class TensorPlace(NamedTuple):
     """Place of a tensor in the parameters."""
@@ -100,11 +104,6 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPl
     shape = (vision.width, vision.channels, vision.frames, vision.patch, vision.patch)
     table[prefix + patches] = table[prefix + patches]._replace(shape=shape)
     return table
-
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ POLICY = "policy"  # the part that JAX runs; all others are judges, which torch 
 
 Placement = dict[str, str]
 """Device of each part, or its request: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
+_ALLOCATED = 0.92  # the rest of a GPU's memory is for contexts and libraries
 
 
 def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
@@ -116,9 +117,6 @@ def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
         torch.cuda.set_per_process_memory_fraction(theirs, card)
     cards = ", ".join(f"gpu:{card}" for card in shared)
     return [f"memory of {cards}: at most {ours:.0%} for the policy and {theirs:.0%} for judges, taken as needed"]
-
-
-_ALLOCATED = 0.92  # the rest of a GPU's memory is for contexts and libraries
 
 
 def memory_shares(needed: int | None, total: int) -> tuple[float, float]:

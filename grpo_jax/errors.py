@@ -25,6 +25,9 @@ EXTRAS = {
 }
 """The extra of each lazily imported module."""
 _SHOWN_CHARACTERS = 140  # shown of a mistake in data
+_LEAVING_SECONDS = 15.0
+ABANDONED = "abandoned "
+"""Prefix of the names of threads that are not waited for."""
 
 
 def version() -> str:
@@ -267,9 +270,6 @@ def exit_on_interrupt() -> None:
     sys.excepthook = hook
 
 
-_LEAVING_SECONDS = 15.0
-
-
 def exit_process(code: int) -> NoReturn:
     """End a command's process; Python's exit would wait for every thread, even one that hangs in a judge."""
     for stream in (sys.stdout, sys.stderr):
@@ -286,7 +286,3 @@ def exit_process(code: int) -> NoReturn:
         os._exit(code)  # a thread may still use torch or JAX, whose teardown would crash it
     threading.Thread(target=end_anyway, daemon=True).start()
     sys.exit(code)
-
-
-ABANDONED = "abandoned "
-"""Prefix of the names of threads that are not waited for."""

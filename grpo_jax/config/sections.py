@@ -37,6 +37,7 @@ TODAY = "today"
 
 Dtype = Literal["float32", "bfloat16"]
 Precision = Literal["default", "high", "highest", "bfloat16"]
+Bound = Annotated[float, Gt(1)]
 
 
 class LoraSection(Section):
@@ -252,9 +253,6 @@ class SamplingSection(Section):
     def stream_tokens(self) -> int:
         """Return the maximum tokens after a prompt: the policy's and those of observations."""
         return self.max_policy_tokens + (self.turns - 1) * self.max_observation_tokens
-
-
-Bound = Annotated[float, Gt(1)]
 
 
 class SurrogateSection(Section):

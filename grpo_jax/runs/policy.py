@@ -49,6 +49,7 @@ NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
 START = "start"
 """As a checkpoint: the policy that policy.path names, untrained."""
+_CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
 
 
 def policy_folder(config: Config) -> str:
@@ -80,9 +81,6 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
             plain_words=True,
             vectors=vocabulary.vectors and vocabulary.vectors(section.width),
         )
-
-
-_CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
 
 
 def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:

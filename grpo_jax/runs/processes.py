@@ -48,6 +48,7 @@ _PACKAGES = (
     "diffusers", "open_clip_torch",
 )  # fmt: skip
 _BLOCK = 2**20
+_leaving = threading.Lock()
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -221,9 +222,6 @@ def _watch(run_dir: str, done: threading.Event) -> None:
             if f"{ALIVE}/gone" in signs or (own == "0" and silent):
                 _leave(run_dir)
         client.key_value_set(f"{ALIVE}/{own}", "done", allow_overwrite=True)
-
-
-_leaving = threading.Lock()
 
 
 def _leave(run_dir: str) -> None:

@@ -40,6 +40,7 @@ Info = Callable[..., None]
 """info(name, detail) prints a line of a run's opening."""
 Notes = dict[str, Any]
 """JSON values that every checkpoint keeps."""
+_TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")
 
 
 class Choices(NamedTuple):
@@ -179,9 +180,6 @@ class Findings(NamedTuple):
     def entries(self) -> dict[str, list[Mapping[str, Any]]]:
         """Return the non-empty records."""
         return {name: list(records) for name, records in self.records.items() if records}
-
-
-_TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")
 
 
 def of_turns(name: str, names: Collection[str]) -> bool:

@@ -15,7 +15,6 @@ The prior is added to the policy's log-probability of an item:
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -73,11 +72,6 @@ def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) 
     else:
         values = 1.0 / (np.log2(1.0 + rank) if name == "ndcg" else rank)
     return values if k is None else np.where(rank > k, 0.0, values)
-
-
-ndcg = functools.partial(gain, "ndcg")
-mrr = functools.partial(gain, "mrr")
-hit = functools.partial(gain, "hit")
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> np.ndarray:

@@ -10,16 +10,7 @@ import numpy as np
 from grpo_jax.core.pass_at_k import Interval, mean_interval
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.tasks.recommendation.baselines import (
-    Ask,
-    Prior,
-    count_baselines,
-    hit,
-    mrr,
-    ndcg,
-    rank_all,
-    title_baselines,
-)
+from grpo_jax.tasks.recommendation.baselines import Ask, Gain, Prior, count_baselines, gain, rank_all, title_baselines
 from grpo_jax.tasks.recommendation.dataset import Dataset
 from grpo_jax.tasks.task import Findings, Table
 
@@ -40,8 +31,8 @@ class TableRow(NamedTuple):
 
 def measure_users(rank: np.ndarray) -> np.ndarray:
     """Return every measure of MEASURES for every user, f64 [U, 16]."""
-    kinds = (hit, ndcg, mrr)
-    return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), mrr(rank)], axis=1)
+    kinds: tuple[Gain, ...] = ("hit", "ndcg", "mrr")
+    return np.stack([*(gain(kind, rank, k=k) for kind in kinds for k in CUTOFFS), gain("mrr", rank)], axis=1)
 
 
 def make_table(ranks: Mapping[str, np.ndarray]) -> list[TableRow]:

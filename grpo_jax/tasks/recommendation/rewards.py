@@ -21,21 +21,10 @@ import numpy as np
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.tasks.recommendation import FUSED, RANK
-from grpo_jax.tasks.recommendation.baselines import (
-    Gain,
-    Measure,
-    Prior,
-    floor_scores,
-    gain,
-    hit,
-    item_scores,
-    mrr,
-    ndcg,
-    target_ranks,
-)
+from grpo_jax.tasks.recommendation.baselines import Gain, Measure, Prior, floor_scores, gain, item_scores, target_ranks
 from grpo_jax.tasks.recommendation.catalogue import Items
 
-_MEASURES = {"hr": hit, "ndcg": ndcg, "mrr": mrr}
+_MEASURES: dict[str, Gain] = {"hr": "hit", "ndcg": "ndcg", "mrr": "mrr"}
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
 """Columns with the target's place in a row's ranking: by the policy alone, and with the prior."""
 
@@ -87,7 +76,7 @@ def measure(name: str) -> Reward | None:
     kind, at, k = name.partition("@")
     if kind not in _MEASURES or not (re.fullmatch("[1-9][0-9]{0,8}", k) if at else name == "mrr"):
         return None
-    return _of_rank(functools.partial(_MEASURES[kind], k=int(k) if at else None))
+    return _of_rank(functools.partial(gain, _MEASURES[kind], k=int(k) if at else None))
 
 
 def _of_rank(measure: Measure) -> Reward:

@@ -159,13 +159,13 @@ def test_items_before_and_level_with_the_target_by_hand(scores, target, history,
 
 
 MEASURES = {
-    "ndcg": baselines.ndcg,
-    "ndcg@5": lambda rank: baselines.ndcg(rank, k=5),
-    "ndcg@10": lambda rank: baselines.ndcg(rank, k=10),
-    "hit_rate@5": lambda rank: baselines.hit(rank, k=5),
-    "hit_rate@10": lambda rank: baselines.hit(rank, k=10),
-    "mrr": baselines.mrr,
-    "mrr@10": lambda rank: baselines.mrr(rank, k=10),
+    "ndcg": lambda rank: baselines.gain("ndcg", rank),
+    "ndcg@5": lambda rank: baselines.gain("ndcg", rank, k=5),
+    "ndcg@10": lambda rank: baselines.gain("ndcg", rank, k=10),
+    "hit_rate@5": lambda rank: baselines.gain("hit", rank, k=5),
+    "hit_rate@10": lambda rank: baselines.gain("hit", rank, k=10),
+    "mrr": lambda rank: baselines.gain("mrr", rank),
+    "mrr@10": lambda rank: baselines.gain("mrr", rank, k=10),
 }
 
 
@@ -186,7 +186,7 @@ def test_measures_agree_with_ranx():
 
 
 def test_a_hit_without_k_is_the_share_of_items_behind():
-    np.testing.assert_allclose(baselines.hit(np.array([1.0, 2.0, 11.0]), items=20), [1, 0.95, 0.5])
+    np.testing.assert_allclose(baselines.gain("hit", np.array([1.0, 2.0, 11.0]), items=20), [1, 0.95, 0.5])
 
 
 def test_rewards_are_measures_of_the_rank_or_the_probability():

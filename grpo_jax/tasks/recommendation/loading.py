@@ -21,18 +21,11 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.sampling.ranking import make_ranker
-from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
+from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK, rewards
 from grpo_jax.tasks.recommendation.baselines import floor_scores, item_scores, make_prior, taken_counts, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset, sft_pairs
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
-from grpo_jax.tasks.recommendation.rewards import (
-    completion_ranks,
-    measure,
-    ranking_columns,
-    reward_columns,
-    task_rewards,
-)
 from grpo_jax.tasks.recommendation.sections import RecommendationFields
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
 
@@ -73,21 +66,21 @@ def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
 
     def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         if items is not None:
-            ranks = completion_ranks(items, completions, columns)
-            return reward_columns(ranks, (ranks == 1).astype(np.float64))
+            ranks = rewards.completion_ranks(items, completions, columns)
+            return rewards.reward_columns(ranks, (ranks == 1).astype(np.float64))
         answer = ask(completions, columns["target_row"], columns["history"])
-        return reward_columns(answer.rank, answer.probability)
+        return rewards.reward_columns(answer.rank, answer.probability)
 
     fused = prior is not None
     return TaskData(
         prompts=dataset.prompts,
         source=task.source,
         rewards=TaskRewards(
-            task_rewards(len(catalogue), fused=fused),
+            rewards.task_rewards(len(catalogue), fused=fused),
             defaults=(RewardSection(name="ndcg"),),
             eval_defaults=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             eval_always=(FUSED, RANK) if fused else (RANK,),
-            measures=measure,
+            measures=rewards.measure,
             columns=ranked,
         ),
         report=TaskReport(
@@ -109,7 +102,7 @@ def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
             functools.partial(item_vectors, catalogue.titles) if task.writes == "item" else None,
         ),
         identity=retriever.fingerprint._asdict(),
-        choices=items and Choices(items.texts, functools.partial(ranking_columns, items, prior)),
+        choices=items and Choices(items.texts, functools.partial(rewards.ranking_columns, items, prior)),
     )
 
 

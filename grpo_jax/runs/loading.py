@@ -25,17 +25,11 @@ from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import precision_of
 from grpo_jax.models.vision.pictures import Pictures
+from grpo_jax.rollout import reward_registry
 from grpo_jax.rollout.data import SPLITS, Encoded, PromptSet, all_rows, batches_per_epoch, data_identity, row_facts
 from grpo_jax.rollout.encoding import choices_trie, make_decode, make_encode, policy_tokens, template_options
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
-from grpo_jax.rollout.reward_registry import (
-    ResolvedRewards,
-    bind,
-    judge_named,
-    require_columns,
-    require_values,
-    resolve_rewards,
-)
+from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import Reward, Score, arguments_of
 from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.context import RunContext
@@ -171,14 +165,15 @@ def load_data(
         info("prompts", "warning: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
-    resolved = resolve_rewards(config.rewards, config.eval_rewards, data.rewards, tuple(config.judges), rewards)
+    judges = tuple(config.judges)
+    resolved = reward_registry.resolve_rewards(config.rewards, config.eval_rewards, data.rewards, judges, rewards)
     require_names(config, resolved, data.environment.controls)
     rows = all_rows(data.prompts)
     if config.renderer_learns:
         expected = "'rewriter' with a task whose renderer cannot be trained"
         require(data.learn is not None, "training.learns", expected, config.learns)
-    require_columns(resolved, data.rewards, tuple(config.judges), rows)
-    require_values(resolved, rows)
+    reward_registry.require_columns(resolved, data.rewards, judges, rows)
+    reward_registry.require_values(resolved, rows)
     info("rewards", resolved.describe())
     return data, resolved
 
@@ -219,7 +214,7 @@ def call_judges(sections: Mapping[str, Judge], call: Callable[[str, Judge], T]) 
     def call_each() -> dict[str, T]:
         results = {}
         for name, judge in sections.items():
-            with judge_named(name):
+            with reward_registry.judge_named(name):
                 results[name] = call(name, judge)
         return results
 
@@ -301,7 +296,7 @@ def make_rollout_fns(
     """Make the functions between the policy's tokens and the rewards."""
     config, folder = loaded.config, loaded.policy.folder
     maximised, evaluated = (
-        {reward.name: bind(reward, judges) if is_main_process() else reward.function for reward in part}
+        {reward.name: reward_registry.bind(reward, judges) if is_main_process() else reward.function for reward in part}
         for part in (rewards.maximised, rewards.evaluated)
     )
     return RolloutFns(

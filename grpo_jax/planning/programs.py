@@ -40,16 +40,10 @@ from grpo_jax.planning.targets import Target, compile_for, lowering_for
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
+from grpo_jax.training import update
 from grpo_jax.training.batch import Batch, full_batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import TrainState, needs_reference
-from grpo_jax.training.update import (
-    make_configured_step,
-    make_forward_step,
-    make_learner,
-    make_preparation,
-    needs_old_logprobs,
-)
 
 _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
 """Products of queries and keys in the Pallas kernels for GPUs, by name; those for TPUs have none."""
@@ -106,7 +100,7 @@ def state_shapes(
             variables["params"] = unstack_and_fuse(variables["params"], model)
         if section.quantised != "none":
             variables["params"] = quantise(variables["params"], section.quantised)  # the tower is not quantised
-        return make_learner(config, Policy(model), 1).fresh(variables)
+        return update.make_learner(config, Policy(model), 1).fresh(variables)
 
     shapes = jax.eval_shape(start)
     return shapes if mesh is None else jax.tree.map(placed, shapes, shardings(shapes, mesh))
@@ -121,7 +115,7 @@ def batch_shapes(config: Config, policy: Policy, state: TrainState, shown: Shown
         batch = batch._replace(pictures=_shown_pictures(config, policy, state, shown, batch.tokens.shape[:2]))
     whole = training.replace(minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     forward = make_forward(policy, temperature=sampling.temperature)
-    prepare = make_preparation(forward, config.resolved_algorithm, config.ppo, whole)
+    prepare = update.make_preparation(forward, config.resolved_algorithm, config.ppo, whole)
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
     if policy.mesh is None:
         return shapes
@@ -205,7 +199,8 @@ def run_programs(
     policy = Policy.from_section(config.policy, model, mesh, platform)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     programs = _sampling_programs(config, policy, state, shown)
-    if needs_old_logprobs(config.resolved_algorithm, config.training) or needs_reference(config.algorithm, config.ppo):
+    needs_old = update.needs_old_logprobs(config.resolved_algorithm, config.training)
+    if needs_old or needs_reference(config.algorithm, config.ppo):
         programs["logprobs"] = _logprobs_program(config, policy, state, shown)
     return programs | {"update": _update_program(config, policy, state, shown)}
 
@@ -243,15 +238,16 @@ def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: 
     training = config.training
     whole = config.replace(training=training.replace(minibatches=1))
     forward = make_forward(policy, temperature=config.sampling.temperature)
-    step = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
+    parts = training.minibatches * training.grad_accumulation_steps
+    step = update.make_forward_step(forward, grad_accumulation_steps=parts)
     return Program(jax.jit(step), (state.variables, batch_shapes(whole, policy, state, shown).read_by_policy()))
 
 
 def _update_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
     """Return the program of one optimizer update at maximum lengths."""
-    step = make_configured_step(
+    step = update.make_configured_step(
         make_forward(policy, temperature=config.sampling.temperature),
-        make_learner(config, policy, 1).optimizer,
+        update.make_learner(config, policy, 1).optimizer,
         config.resolved_algorithm,
         config.training,
         config.ppo,

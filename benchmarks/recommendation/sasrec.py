@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_jax.config.command_line import find_config, load_config
-from grpo_jax.tasks.recommendation.baselines import make_prior, ndcg, rank_all
+from grpo_jax.tasks.recommendation.baselines import gain, make_prior, rank_all
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.report import format_table, make_table, table_records
 from grpo_jax.tasks.recommendation.sections import PriorSection
@@ -157,7 +157,7 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
         loss = train_epoch(model, optimizer, taught, options, rng)
         seconds = time.perf_counter() - start
         ranks = rank_all(scorer(model, watched, options.length), watched, items=len(dataset.catalogue))
-        found = float(ndcg(ranks, k=10).mean())
+        found = float(gain("ndcg", ranks, k=10).mean())
         epochs.append({"epoch": epoch, "loss": loss, "validation_ndcg@10": found, "seconds": seconds})
         print(f"epoch {epoch:>3}  loss {loss:.4f}  validation NDCG@10 {found:.4f}  {seconds:.1f} s", file=sys.stderr)
         if found > best[0]:

@@ -35,7 +35,7 @@ NARROW = 0.05  # mean difference of log-probabilities, bfloat16 from float32; a 
 def measurements(tiny: bool) -> Measurements:
     """Everything by name; tiny: fewer architectures."""
     decoders = ("llama",) if tiny else ("llama", "gpt2")
-    texts = ("qwen2",) if tiny else ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen3_moe")
+    texts = ("qwen2",) if tiny else ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text")
     towers = ("qwen2_vl",) if tiny else ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     rows: dict[str, Callable[[], Figures]] = {}
     for architecture in decoders:

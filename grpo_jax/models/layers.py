@@ -1,4 +1,4 @@
-"""Building blocks of architectures: their description, projections, norms, activations, experts; and a small MLP."""
+"""Building blocks of architectures: their description, projections, norms, activations; and a small MLP."""
 
 import math
 import zlib
@@ -44,7 +44,7 @@ class Naming(NamedTuple):
     heads: tuple[str, ...]  # names of an untied head
     tensors: Mapping[str, str]  # tensors outside of layers: the decoder's name → Hugging Face's after the prefix
     layers: str  # name of the list of layers
-    modules: Mapping[str, str]  # of a layer: the decoder's name → Hugging Face's, with {} for the number of an expert
+    modules: Mapping[str, str]  # of a layer: the decoder's name → Hugging Face's
     transposed: bool  # kernels are stored [out, in] (Linear), not [in, out] (Conv1D)
     constants: str  # pattern of constant tensors that old folders store
     beside: tuple[str, ...] = ()  # prefixes of parts beside the language model (a vision tower)
@@ -213,38 +213,6 @@ class LayerNorm(nn.Module):
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return (wide * scale + bias).astype(x.dtype)
-
-
-class Router(nn.Module):
-    """Router: top-k experts of each token (k = `chosen`) and their weights, which sum to 1 if `normalised`."""
-
-    experts: int
-    chosen: int
-    normalised: bool
-    dtype: jax.typing.DTypeLike
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Map states [N, D] to weights [N, k] and experts i32 [N, k], the largest of softmax(x · embeddingᵀ)."""
-        embedding = self.param("embedding", nn.initializers.zeros, (self.experts, x.shape[-1]))
-        scores = (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
-        weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.chosen)
-        weights = weights / weights.sum(axis=-1, keepdims=True) if self.normalised else weights
-        return weights.astype(x.dtype), experts
-
-
-class Experts(nn.Module):
-    """The same projection of every expert, without bias."""
-
-    experts: int
-    features: int
-    dtype: jax.typing.DTypeLike
-
-    @nn.compact
-    def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Map rows [M, in], sorted by expert with sizes i32 [X], to [M, features]."""
-        kernel = self.param("kernel", nn.initializers.zeros, (self.experts, rows.shape[-1], self.features))
-        return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
 
 
 class Network(NamedTuple):

@@ -87,19 +87,19 @@ class ListedLayers(NamedTuple):
     columns: slice
 
     def at(self, index: tuple[int, ...]) -> PyTree:
-        """Return the weights of a layer, or of its expert."""
+        """Return the weights of a layer."""
         return jax.tree.map(lambda leaf: entry(leaf, index[1:])[..., self.columns], self.layers[index[0]])
 
 
 class MergedKernel(NamedTuple):
     """A stack of kernels with its adapter merged layer by layer: the whole is never in memory."""
 
-    kernel: jax.Array | QArray | ListedLayers  # [layers, in, out], or [layers, experts, in, out]
+    kernel: jax.Array | QArray | ListedLayers  # [layers, in, out]
     adapter: Mapping[str, jax.Array] | None  # `a` [layers, in, rank] and `b` [layers, rank, out]; None for none
     scale: float  # of their product
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
-        """Return the kernel of a layer, or of its expert, float32."""
+        """Return the kernel of a layer, float32."""
         kernel = as_array(entry(self.kernel, index), jnp.float32)
         if self.adapter is None:
             return kernel
@@ -145,7 +145,7 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
 
 
 def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
-    """Quantise kernels [layers, (experts,) in, out]; embeddings, norms and biases stay unchanged.
+    """Quantise kernels [layers, in, out]; embeddings, norms and biases stay unchanged.
 
     Kernels reach the device (None: the first) one stack at a time, so it never holds the whole model unquantised. They
     become ``qwix.QArray``, which the decoder reads like arrays (``as_array``). ``int8`` has one scale per output.

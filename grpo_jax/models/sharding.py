@@ -59,10 +59,6 @@ PARTITIONS = (
     Partition(f"(layers|deepstack)/{_ROWS}/kernel", P(None, TENSOR, FSDP)),
     # Fused queries, keys and values: sharding the outputs would not shard the heads.
     Partition(f"layers/{_FUSED}/kernel", P(None, _BOTH)),
-    # Experts [layers, experts, in, out], each sharded like an MLP; the router is small.
-    Partition("layers/(gate|up)_experts/kernel", P(None, None, FSDP, TENSOR)),
-    Partition("layers/down_experts/kernel", P(None, None, TENSOR, FSDP)),
-    Partition("layers/router/embedding", P()),
     # Adapters, a [layers, in, rank] and b [layers, rank, out], like their kernel.
     Partition(f"layers/{_COLUMNS}/a", P(None, FSDP)),
     Partition(f"layers/{_COLUMNS}/b", P(None, None, TENSOR)),

@@ -62,7 +62,6 @@ def as_on_the_hub(folder):
         ("llama", "bfloat16", None, {}),
         ("olmo2", "float32", "float32", {}),
         ("phi3", "float32", "float32", dict(max_shard_size="20KB")),
-        ("qwen3_moe", "bfloat16", "float32", dict(max_shard_size="20KB")),
         ("gemma2", "bfloat16", "float32", dict(tie_word_embeddings=True)),
         ("gemma3_text", "float32", "float32", dict(tie_word_embeddings=False)),
         ("gpt2", "float32", "float32", dict(tie_word_embeddings=True)),

@@ -10,7 +10,6 @@ from support.tiny_decoders import CONFIGS, LLAMA, drawn, group_batch
 
 from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
 from grpo_jax.models.architectures import llama
-from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import separate, unstack_and_fuse
 from grpo_jax.models.lora import LoraConfig, entry, merge
 from grpo_jax.models.policy import Policy
@@ -19,19 +18,15 @@ from grpo_jax.models.variables import keeps_layers_apart
 close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
 SEVERAL = LoraConfig(2, 6.0, ("k_proj", "o_proj", "v_proj", "gate_proj", "up_proj"))
 WIDE = replace(LLAMA, hidden_size=64, mlp_bias=True)
-MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe"), LoraConfig(2, 6.0, ("k_proj", "o_proj"))
 PHI = replace(LLAMA, fused=True, model_type="phi3"), LoraConfig(2, 6.0, ("qkv_proj", "down_proj"))
-ARCHITECTURES = {"llama": (LLAMA, SEVERAL), "gpt2": CONFIGS["gpt2"], "experts": MIXED, "joined": PHI}
+ARCHITECTURES = {"llama": (LLAMA, SEVERAL), "gpt2": CONFIGS["gpt2"], "joined": PHI}
 
 
 @pytest.mark.parametrize(
     ("architecture", "remat"),
     [
         ("llama", "layer"),
-        *(
-            pytest.param(*others, marks=pytest.mark.wide)
-            for others in (("gpt2", "products"), ("experts", "layer"), ("joined", "products"))
-        ),
+        *(pytest.param(*others, marks=pytest.mark.wide) for others in (("gpt2", "products"), ("joined", "products"))),
     ],
 )
 def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):

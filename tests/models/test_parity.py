@@ -53,10 +53,6 @@ TRAINED = [
     ("smollm3", [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)]),
     ("olmo2", [dict(attention_bias=True), dict(rms_norm_eps=0.5), THETA]),
     ("phi3", [dict(sliding_window=3), dict(rope_parameters=reference.LONGROPE | SU)]),
-    (
-        "qwen3_moe",
-        [dict(norm_topk_prob=True), dict(num_experts_per_tok=3), dict(use_sliding_window=True, sliding_window=3)],
-    ),
     ("gemma2", [dict(query_pre_attn_scalar=100), dict(hidden_activation="silu")]),
     (
         "gemma3_text",

@@ -78,7 +78,6 @@ METHODS = [
     Case("gemma 2", QWEN2 | {"model_type": "gemma2", "head_dim": 128, "num_hidden_layers": 2}, (*TEXT, *BFLOAT16)),
     Case("gemma 3", QWEN2 | {"model_type": "gemma3_text", "head_dim": 128}, (*TEXT, *BFLOAT16)),
     Case("phi 3", QWEN2 | {"model_type": "phi3"}, (*TEXT, *BFLOAT16)),
-    Case("qwen 3 moe", QWEN2 | {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 16}, (*TEXT, *LORA)),
     *(Case(kind, seeing(kind), ("--config=prompt_refinement_sd3", "--policy.lora.vision=true")) for kind in TOWERS),
     Case("mesh", QWEN2, (*TEXT, *LORA, "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")),
 ]

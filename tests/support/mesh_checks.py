@@ -13,7 +13,6 @@ import optax
 from support import tiny_update
 
 from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, TrainingSection
-from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import OverPrompts, make_mesh, shard, shard_batch, shard_optimizer
@@ -26,10 +25,10 @@ from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_update
 
 MESHES = ((8, 1), (2, 4))
-MIXTURE = dataclasses.replace(
+GEMMA = dataclasses.replace(
     tiny_update.CONFIG,
-    **dict(model_type="qwen3_moe", mixture=Mixture(4, 2, 16), qkv_bias=False, initializer_range=0.2),
-    **dict(unit_offset=True, norms="both", logit_softcap=3.0),
+    **dict(model_type="gemma2", qkv_bias=False, initializer_range=0.2, unit_offset=True, norms="both"),
+    logit_softcap=3.0,
 )
 PROMPTS = 2 * tiny_update.PROMPTS
 
@@ -91,12 +90,12 @@ def memory():
     return found
 
 
-def mixture():
-    """How far the gradient of a model with experts and norms of 1 + weight over a mesh is from that of one device."""
-    variables, batch = jax.jit(lambda key: init_variables(MIXTURE, key))(jax.random.key(0)), make_batch()[:4]
+def gemma():
+    """How far the gradient of a model with norms of 1 + weight on both sides over a mesh is from that of one device."""
+    variables, batch = jax.jit(lambda key: init_variables(GEMMA, key))(jax.random.key(0)), make_batch()[:4]
 
     def gradient(mesh):
-        policy = Policy(MIXTURE, mesh=mesh)
+        policy = Policy(GEMMA, mesh=mesh)
 
         def loss(variables, batch):
             return jnp.sum(jnp.sin(policy.forward_group(variables, *batch)) * batch[3][..., None])

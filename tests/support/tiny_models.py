@@ -54,8 +54,6 @@ def causal_lm(folder, architecture: str = "qwen2", *, seed: int = 0, max_shard_s
     config_class, model_class = torch_reference.ARCHITECTURES[architecture]
     tokenizer = chat_tokenizer()
     fields = _text_fields(architecture, tokenizer) | {"tie_word_embeddings": False}
-    if architecture == "qwen3_moe":
-        fields["norm_topk_prob"] = True
     if architecture == "gemma2":
         fields |= dict(query_pre_attn_scalar=16, sliding_window=8)
         del fields["attn_logit_softcapping"], fields["final_logit_softcapping"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.architectures.llama import DecoderConfig, Mixture
+from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rope import RopeConfig
@@ -19,10 +19,10 @@ PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8
 LENGTHS = np.array([[3, 8, 1, 4], [2, 0, 5, 1]])
 MASK = np.arange(WIDTH) < LENGTHS[..., None]
 SHAPE = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
-# All that a layer may have of its own: experts, rotations, caps, norms behind what is added.
+# All that a layer may have of its own: rotations, caps, norms behind what is added.
 CONFIG = DecoderConfig(
     **SHAPE,
-    **dict(intermediate_size=24, num_kv_heads=1, head_dim=8, mixture=Mixture(4, 2, 12), windows=(None, 3)),
+    **dict(intermediate_size=24, num_kv_heads=1, head_dim=8, windows=(None, 3)),
     **dict(layer_ropes=(RopeConfig(), None), unit_offset=True, norms="both", qk_norm="head"),
     **dict(attention_scale=0.5, attention_softcap=2.0, logit_softcap=3.0, embedding_scale=4.0),
 )

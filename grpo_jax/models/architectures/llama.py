@@ -19,11 +19,9 @@ from grpo_jax.models.layers import (
     GATED_PROJECTIONS,
     ROWS,
     Architecture,
-    Experts,
     Naming,
     Projection,
     RMSNorm,
-    Router,
 )
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, Rotation, read_rope, rotate, rotation
@@ -38,16 +36,6 @@ _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen
 _DEFAULTS = {"mistral": {"num_key_value_heads": 8, "sliding_window": 4096}}
 _DEFAULT_EPS = {"qwen2_vl": 1e-5, "qwen2_5_vl": 1e-5, "olmo2": 1e-5}
 _QK_NORMS = {"qwen3": "head", "qwen3_vl": "head", "olmo2": "projection"}
-
-
-@dataclass(frozen=True, config=STRICT)
-class Mixture:
-    """A mixture of experts in place of each layer's MLP (`layers.Router`)."""
-
-    experts: Heads  # X, number of experts
-    chosen: Heads  # k, experts per token
-    width: Width  # of each expert's gated MLP
-    normalised: bool = False  # whether the weights of the chosen experts sum to 1
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -72,7 +60,6 @@ class DecoderConfig:
     fused: bool = False  # queries, keys and values are one projection, gate and up another (Phi-3)
     # RMS norm of queries and keys before the rotation: on each head (Qwen3), or on the whole projection (OLMo 2)
     qk_norm: Literal["", "head", "projection"] = ""
-    mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
     norms: Literal["pre", "post", "both"] = "pre"  # on inputs of attention and MLP, outputs (OLMo 2), or both (Gemma)
     attention_scale: Positive | None = None  # factor of attention scores; None for E^-0.5
@@ -312,34 +299,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
 
 
-class MixtureMLP(nn.Module):
-    """A mixture of gated MLPs: each token's experts, weighted by the router."""
-
-    config: DecoderConfig
-    mixture: Mixture
-    dtype: jax.typing.DTypeLike
-
-    def setup(self):
-        """Declare the router and the experts' projections."""
-        m = self.mixture
-        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
-        self.gate_experts = Experts(m.experts, m.width, self.dtype)
-        self.up_experts = Experts(m.experts, m.width, self.dtype)
-        self.down_experts = Experts(m.experts, self.config.hidden_size, self.dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map states [P, S, D] to [P, S, D]."""
-        states = x.reshape(-1, x.shape[-1])
-        weights, experts = self.router(states)
-        # One row per token and expert, [N·k, D], sorted by expert; `sizes` counts the rows of each.
-        order = jnp.argsort(experts.reshape(-1), stable=True)
-        rows = jnp.take(states, order // experts.shape[-1], axis=0)
-        sizes = jnp.bincount(experts.reshape(-1), length=self.mixture.experts)
-        inner = ACTIVATIONS[self.config.activation](self.gate_experts(rows, sizes)) * self.up_experts(rows, sizes)
-        back = jnp.take(self.down_experts(inner, sizes), jnp.argsort(order), axis=0)
-        return jnp.einsum("NKD,NK->ND", back.reshape(*weights.shape, -1), weights).reshape(x.shape)
-
-
 class LlamaBlock(nn.Module):
     """One layer: attention and MLP, each added to the states, with norms before, after, or on both sides of them."""
 
@@ -355,7 +314,7 @@ class LlamaBlock(nn.Module):
         c = self.config
         project = partial(Projection, dtype=self.dtype, lora=self.lora, products=self.products)
         self.self_attn = Attention(c, project, self.attention)
-        self.mlp = GatedMLP(c, project) if c.mixture is None else MixtureMLP(c, c.mixture, self.dtype)
+        self.mlp = GatedMLP(c, project)
         for part in (self.self_attn, self.mlp):
             nn.share_scope(self, part)
         if c.norms != "post":

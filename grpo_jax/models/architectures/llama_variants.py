@@ -1,4 +1,4 @@
-"""Variants of Llama's layers: SmolLM3, Phi-3, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
+"""Variants of Llama's layers: SmolLM3, Phi-3, Gemma 2 and 3. Each reads its ``config.json``."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import llama
-from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window, typed_windows
+from grpo_jax.models.architectures.llama import DecoderConfig, read_shared, same_window, typed_windows
 from grpo_jax.models.layers import FUSED, ROWS
 from grpo_jax.models.rope import RopeConfig, read_rope
 
@@ -105,53 +105,6 @@ PHI3_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
     projections={"qkv_proj": FUSED, "o_proj": ROWS, "gate_up_proj": FUSED, "down_proj": ROWS},
     # Beyond it LongRoPE uses another table from the first token on: a completion would change its prompt's keys.
     longest=lambda config: config.rope.original_length or None,
-)
-
-
-# Qwen3-MoE: Qwen3's attention, and a mixture of experts for an MLP (Qwen team 2025, arXiv:2505.09388).
-#
-# The auxiliary load-balancing loss of pre-training (``router_aux_loss_coef``) is not used here. Only attention can have
-# adapters: those of experts would need a stack of X.
-
-QWEN3_MOE = "qwen3_moe"
-_QWEN3_MOE_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "decoder_sparse_step": 1,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
-_QWEN3_MOE_MODULES = {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
-_QWEN3_MOE_MODULES |= {"router": "mlp.gate"}
-
-
-def read_qwen3_moe(config: hf_config.ConfigJson) -> DecoderConfig:
-    """Read a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
-    fields = {**_QWEN3_MOE_DEFAULTS, **hf_config.not_null(config)}
-    fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
-    honoured = ("num_experts", "num_local_experts")
-    shared = read_shared(fields, QWEN3_MOE, honoured=honoured)
-    dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
-    # The layers are one stack, so all have the same kind, as in every published folder.
-    hf_config.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
-    hf_config.refuse_changed(fields, {"decoder_sparse_step": (1,)}, QWEN3_MOE)
-    experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
-    hf_config.expect(chosen <= experts, "num_experts_per_tok", f"at most num_experts={experts}", chosen)
-    return DecoderConfig(
-        **shared,
-        rope=read_rope(fields),
-        windows=same_window(fields, fields["sliding_window"] if fields.get("use_sliding_window") else None),
-        qk_norm="head",
-        mixture=Mixture(experts, chosen, fields["moe_intermediate_size"], fields.get("norm_topk_prob", False)),
-    )
-
-
-QWEN3_MOE_ARCHITECTURE = llama.LLAMA_ARCHITECTURE._replace(
-    model_types=(QWEN3_MOE,),
-    read=read_qwen3_moe,
-    projections=llama.ATTENTION_PROJECTIONS,
-    naming=llama.NAMING._replace(modules=llama.NAMING.modules | _QWEN3_MOE_MODULES),
 )
 
 

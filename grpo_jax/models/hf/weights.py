@@ -34,7 +34,7 @@ class TensorPlace(NamedTuple):
     """Place of a tensor in the parameters."""
 
     path: tuple[str, ...]  # keys from the parameters' root to a leaf
-    index: tuple[int, ...]  # of the tensor in a stack of layers, or of layers and experts; () for an unstacked leaf
+    index: tuple[int, ...]  # of the tensor in a stack of layers; () for an unstacked leaf
     transpose: bool  # the folder stores [out, in], or [out, ...] whose other axes are flattened; the leaf is [in, out]
     shape: tuple[int, ...]  # of the tensor in the folder
 

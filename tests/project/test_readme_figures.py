@@ -3,7 +3,7 @@
 import json
 import re
 from functools import cache
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 from support.imports import ROOT
@@ -97,6 +97,35 @@ def prose(page):
 
 
 TEXT = prose((ROOT / "README.md").read_text())
+
+
+def first_of(libraries, name):
+    """The first iteration of a library's fastest variant."""
+    rows = [row for key, row in libraries.items() if key.split("/")[0] == name]
+    return min(rows, key=lambda row: row["total"])["first"]
+
+
+ITERATIONS = ("small", "long-prompt", "large-vocab", "unequal")
+
+
+@pytest.mark.parametrize(
+    ("column", "case", "file"),
+    [
+        *((1, case, f"grpo_iteration_{case.replace('-', '_')}.json") for case in (*ITERATIONS, "pictures")),
+        *((2, case, "grpo_iteration_avx512.json") for case in ITERATIONS),
+    ],
+)
+def test_the_speed_beside_trl_is_what_was_measured(column, case, file):
+    page = (ROOT / "docs" / "speed.md").read_text().splitlines()
+    (cells,) = [line.strip("|").split("|") for line in page if line.startswith(f"| {case}: ")]
+    (result,) = [result for result in kept(file)["results"] if result["case"] == case]
+    said = re.match(r" ([\d.]+) ×", cells[column])[1]
+    rounds = next(values for name, values in result["ratios"].items() if name.startswith("time"))
+    ratio = 1 / median(rounds if isinstance(rounds, list) else [rounds])
+    assert said == f"{ratio:.{len(said.partition('.')[2])}f}"
+    if column == 2:
+        first = [first_of(result["libraries"], name) for name in ("ours", "trl")]
+        assert cells[3].strip() == ", ".join(f"{seconds:.0f}" for seconds in first)
 
 
 @pytest.mark.parametrize(("around", "sources"), FIGURES, ids=[around for around, _ in FIGURES])

@@ -25,6 +25,7 @@ _HUB = "hub:"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _BATCH_ROWS = 4096  # records per read in a full pass
 _BATCH_BYTES = 2**26
+_SMALL_BYTES = 2**24  # of a file of lines that is read into memory, without `datasets`, which takes a second to import
 
 Fields = dict[Any, Any]
 """A record: columns by name, which a file may spell with other keys than texts."""
@@ -84,13 +85,24 @@ def listed(records: Sequence[tuple[int, Record]]) -> Records:
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
     """Open a file of lines; parse(text of a non-blank line) → its record, or a ValueError."""
-    lines = _loaded(lambda: _load_file("text", path, encoding="utf-8-sig"), path, path.parent)
+    if os.path.isfile(path) and 0 < os.path.getsize(path) <= _SMALL_BYTES:
+        lines = _read(path)
+    else:
+        lines = _loaded(lambda: _load_file("text", path, encoding="utf-8-sig"), path, path.parent)
 
     def parse_line(record: Fields) -> Record:
         text = record["text"].strip()
         return parse(text) if text else None
 
     return _parsed(lines._replace(unit="line"), 1, parse_line)
+
+
+def _read(path: Path) -> Records:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return listed([*enumerate({"text": line} for line in file)])._replace(base=path.parent)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _load_error(path, error) from error
 
 
 def _parsed(records: Records, first: int, parse: Callable[[Fields], Record]) -> Records:
@@ -189,10 +201,13 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
         with _quiet_datasets(), warnings.catch_warnings(action="error", category=ParserWarning):
             return dataset_records(load(), str(subject), base) or listed([])
     except Exception as error:  # from the network, the hub, pandas, pyarrow or datasets
-        cause = error.__cause__ or error
-        if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):
-            raise UserError(f"{name}: line {_undecodable_line(subject)}: not UTF-8 text; save it as UTF-8") from error
-        raise UserError(f"{name} cannot be loaded: {one_line(cause, 150)}") from error
+        raise _load_error(subject, error.__cause__ or error) from error
+
+
+def _load_error(subject: str | Path, cause: BaseException) -> UserError:
+    if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):
+        return UserError(f"{short_name(subject)}: line {_undecodable_line(subject)}: not UTF-8 text; save it as UTF-8")
+    return UserError(f"{short_name(subject)} cannot be loaded: {one_line(cause, 150)}")
 
 
 def _undecodable_line(path: Path) -> int:

@@ -65,7 +65,8 @@ def with_remedy(error: StageError | StopRun, iteration: int | None, config: Conf
     hint = "" if config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
     hint += "" if resumable else "; --debug shows the traceback"
     if isinstance(error, StageTimeout):
-        actor = "run it in a pool of one Ray actor, which can be killed (judges.NAME.pool, docs/judges.md)"
+        pool = "{kind: function, name: FILE.py:FUNCTION, pool: {batch_timeout: 60}}"
+        actor = f"run it in a Ray actor, which can be killed: --judges.NAME '{pool}' --rewards NAME (docs/rewards.md)"
         hint = f", give it more time (--judge_timeout), or {actor}"
     return UserError(f"{line}. {saved}; fix {at_fault} and {again}{hint}")
 

@@ -110,7 +110,10 @@ def test_a_reward_beyond_its_time_limit_names_the_pool(place, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: stage 'score' failed on chunk 0: reward letters: no result after 1 s. Saved after")
     assert f"fix the reward and continue with --resume --run_dir {run}, give it more time (--judge_timeout)" in line
-    assert line.endswith("a pool of one Ray actor, which can be killed (judges.NAME.pool, docs/judges.md)")
+    actor = "--judges.NAME '{kind: function, name: FILE.py:FUNCTION, pool: {batch_timeout: 60}}' --rewards NAME"
+    assert line.endswith(f"run it in a Ray actor, which can be killed: {actor} (docs/rewards.md)")
+    page = " ".join((ROOT / "docs" / "rewards.md").read_text().replace("\\\n", "").split())
+    assert actor.replace("NAME", "correct").replace("FILE.py:FUNCTION", "my_rewards.py:correct") in page
 
 
 def test_a_reward_that_raises_is_shown_with_its_line_and_logged_with_its_traceback(place, tmp_path, capsys):

@@ -33,6 +33,8 @@ from scripts.miniature import lessons, speech, vocabulary
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
 CHAT_TEMPLATE = (
+    "{% if tools %}<|user|>{% for tool in tools %} {{ tool['function']['name'] }}"
+    "({{ tool['function']['parameters']['properties'] | join(', ') }}){% endfor %}{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|rewrite|> {{ message['content'] }}<|end|>"
     "{% else %}<|user|> {{ message['content'] }}{% endif %}"

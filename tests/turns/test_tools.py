@@ -6,15 +6,18 @@ import itertools
 import json
 import math
 import random
+import re
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from PIL import Image
+from support.imports import ROOT
 from support.text_task import assert_same_run, episodes_of, rewound, train_here, train_values
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
+from bridges import bundled
 from grpo_jax import demo
 from grpo_jax.__main__ import main
 from grpo_jax.config.named import GIVEN_TOOLS, load_object
@@ -613,3 +616,25 @@ def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():
 def test_a_bad_tool_is_one_line(home, tmp_path, capsys, tools, message):
     train_values(values(home, tools), tmp_path / "run", expected=2)
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_bundled_policy_plays_a_class_with_two_tools(home, tmp_path):
+    """Without a download; a prompt without tools is the same as ever."""
+    values = {
+        "task": {"kind": "text", "seeds": 16},
+        "report_to": [],
+        "policy": {"path": "miniature", "remat": "none"},
+        "data": {"tools": [f"{home}/two_tools.py:Counter"]},
+        "sampling": {"turns": 2, "group_size": 2, "max_new_tokens": 4, "max_observation_tokens": 32},
+        "training": {"prompts_per_batch": 2, "max_steps": 1, "save_every": 0},
+        "evaluation": {"every": 0, "samples": 0},
+    }
+    (counter,) = re.findall(r"```python\n(class Counter.*?)```", (ROOT / "docs" / "turns.md").read_text(), re.DOTALL)
+    (home / "two_tools.py").write_text(counter)
+    train_values(values, tmp_path / "run")
+    assert {row["prompt"] for turns in episodes_of(tmp_path / "run") for row in turns} == {"count to 3"}
+    tokenizer = AutoTokenizer.from_pretrained(bundled("miniature", "policy"))
+    schemas = toolbox((f"{home}/two_tools.py:Counter",)).schemas
+    prompt = functools.partial(tokenizer.apply_chat_template, [{"role": "user", "content": "hm"}], tokenize=False)
+    assert prompt() == "<|user|> hm" and prompt(tools=schemas) == "<|user|> add(step) clear()<|user|> hm"

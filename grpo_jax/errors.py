@@ -21,7 +21,7 @@ EXTRAS = {
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     "qwix": "quantised",
     "gradio": "demo",
-    "reasoning_gym": "environments",
+    **dict.fromkeys(("reasoning_gym", "websockets"), "environments"),
 }
 """The extra of each lazily imported module."""
 _SHOWN_CHARACTERS = 140  # shown of a mistake in data

@@ -170,7 +170,8 @@ class DataSection(Section):
     """System message, for conversations without one; empty for the chat template's default."""
     tools: Annotated[list[dict[str, Any] | str], BeforeValidator(name_tools)] = []
     """Tools for the chat template: JSON schemas, and functions by import path (file.py:function), which the task text
-    calls. A class is an environment; of {name: class} the row's column "environment" chooses."""
+    calls. A class is an environment, openenv:http://HOST:PORT a server; of {name: class} the row's column "environment"
+    chooses."""
     chat_template_options: Options = {}
     """Variables of the chat template, such as enable_thinking (default false). "today" is the date in the template,
     "YYYY-MM-DD"; by default the date of the run's first start."""

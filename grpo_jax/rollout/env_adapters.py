@@ -72,7 +72,9 @@ class EnvRunner:
             return UserError(f"{method} {error if isinstance(error, BadReturn) else raised}")
 
         with failures_as(describe):
-            (prompt,) = all_finished([call_async(self._makers[kind]().reset, seed)])
+            environment = self._makers[kind]()
+            first = environment.first_prompt if isinstance(environment, ToolEpisode) else environment.reset
+            (prompt,) = all_finished([call_async(first, seed)])
         if isinstance(prompt, str):
             self._prompts[kind, seed] = prompt
         return prompt

@@ -21,7 +21,8 @@ from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import Episode, Observation
+from grpo_jax.rollout.env import EnvError, Episode, Observation
+from grpo_jax.rollout.openenv import PREFIX, OpenEnv, tool_class
 from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.rewards import Columns, accepted_arguments
 from grpo_jax.rollout.user_code import BadReturn, all_finished, call_async
@@ -112,9 +113,10 @@ class Toolbox:
         with failures_as(describe):
             example = make()
         self.make, self.kind = make, type(example)
+        reserved = {*_RESERVED, *(vars(OpenEnv) if issubclass(self.kind, OpenEnv) else ())}
         for name in dir(self.kind):
             member = inspect.getattr_static(self.kind, name)
-            if name in _RESERVED or name.startswith("_"):
+            if name in reserved or name.startswith("_"):
                 continue
             if isinstance(member, staticmethod | classmethod):
                 self._add(f"{path}.{name}", getattr(self.kind, name))
@@ -125,7 +127,7 @@ class Toolbox:
         from pydantic import PydanticUserError, validate_call
 
         try:
-            schema = _schema(tool)
+            schema = getattr(tool, "tool_schema", None) or _schema(tool)
         except Exception as error:  # several types are possible
             raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
         name = schema["function"]["name"]
@@ -153,7 +155,7 @@ class Toolbox:
             else:
                 text = f"error: no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
         except BaseException as error:
-            if not raised_by_user_code(error):
+            if isinstance(error, EnvError) or not raised_by_user_code(error):
                 raise
             text = f"error: {_reason(error)}"
         return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
@@ -195,6 +197,8 @@ _toolbox = functools.lru_cache(maxsize=8)(Toolbox)
 
 
 def _load_tool(name: str) -> Any:
+    if name.startswith(PREFIX):
+        return tool_class(name)
     if not name.startswith(IN_PYTHON):
         return load_object(name, "tool")
     if name not in GIVEN_TOOLS:
@@ -234,6 +238,7 @@ class ToolEpisode:
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
+        columns |= {"seed": seed} if isinstance(self.object, OpenEnv) else {}
 
         def begin() -> object:
             state = random.getstate()
@@ -258,7 +263,19 @@ class ToolEpisode:
         so.
         """
         observation = await self._tools.call(text, self.object)
-        done = observation is None
+        session = self.object if isinstance(self.object, OpenEnv) else None
+        done = observation is None or (session is not None and session.done)
         ends = done or final or getattr(self.object, "reward_each_turn", False)
         judged = ends and hasattr(self.object, "get_reward")
-        return observation, await call_async(self.object.get_reward) if judged else None, done
+        reward = await call_async(self.object.get_reward) if judged else None
+        if session is not None and ends:
+            await session.close()
+        return observation, reward, done
+
+    async def first_prompt(self, seed: int) -> str | list[Any]:
+        """Return the text of `reset`; a session ends."""
+        try:
+            return await self.reset(seed)
+        finally:
+            if isinstance(self.object, OpenEnv):
+                await self.object.close()

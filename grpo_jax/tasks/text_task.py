@@ -12,6 +12,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, continued
 from grpo_jax.rollout.env_adapters import ToolEpisodes
+from grpo_jax.rollout.openenv import PREFIX
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.tools import toolboxes
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
@@ -51,6 +52,8 @@ class Text(Task):
         """Load the prompts."""
         section, prompts = setup.config.data, setup.prompts
         boxes = toolboxes(section)
+        for name in filter(lambda name: name.startswith(PREFIX), section.tool_names):
+            setup.info("tools", f"{name}: the policy's actions are sent to this server")
         classes = {name or box.kind.__name__: box for name, box in boxes.items() if box.make is not None}
         if classes:
             return self._load_classes(setup, ToolEpisodes(classes, by_row=bool(section.tool_classes)))

@@ -33,7 +33,7 @@ ACTIVATIONS = {
 COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
 GATED_PROJECTIONS = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}  # of a gated MLP
 
-_NARROW = "narrow product"  # checkpoint name of its results: rematerialisation does not see into custom gradients
+_KEPT = "projected"  # checkpoint name of arrays that `remat: products` keeps
 
 
 class Naming(NamedTuple):
@@ -83,9 +83,7 @@ def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> 
     """Rematerialise a layer as ``policy.Policy`` defines; outside a scan `traced_once` does that."""
     if remat == "none" or (remat == "layer" and not scanned):
         return block
-    policies = jax.checkpoint_policies
-    products = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_NARROW)
-    keep = policies.save_from_both_policies(*products) if remat == "products" else None
+    keep = jax.checkpoint_policies.save_only_these_names(_KEPT) if remat == "products" else None
     return nn.remat(block, prevent_cse=not scanned, policy=keep)
 
 
@@ -159,12 +157,13 @@ class Projection(nn.Module):
             y = y + bias.astype(self.dtype)[None]
         if self.lora is not None and self.has_variable("lora", "a"):
             a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
-            y = y + self._product(self._product(self._alone(rows, "a"), a), b) * self.lora.scale
-        return y.reshape(*x.shape[:-1], -1)
+            low = checkpoint_name(self._product(self._alone(rows, "a"), a), _KEPT)
+            y = y + self._product(low, b) * self.lora.scale
+        return checkpoint_name(y, _KEPT).reshape(*x.shape[:-1], -1)
 
     def _product(self, rows: jax.Array, kernel: PyTree) -> jax.Array:
         if self.products == "bfloat16":
-            return checkpoint_name(narrow_product(rows, as_array(kernel, jnp.float32)), _NARROW)
+            return narrow_product(rows, as_array(kernel, jnp.float32))
         return rows @ as_array(kernel, self.dtype)
 
     def _alone(self, rows: jax.Array, factor: str) -> jax.Array:

@@ -21,6 +21,7 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, lora_config
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import Policy
+from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import init_state, make_optimizer, reference_variables, refresh_reference
 from grpo_jax.training.update import make_update
 
@@ -169,3 +170,25 @@ def test_a_run_without_adapters_has_none_to_export(place, tmp_path, capsys):
         checkpoints.save_as("final", 1, {"variables": {"params": jax.tree.map(jnp.asarray, params)}}, {})
     assert export.main(["--run", str(tmp_path), "--out", str(tmp_path / "out"), "--adapters"]) == 2
     assert "this run trained all weights and has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_keeps_one_array_of_a_projection_and_its_adapter(compute_dtype):
+    """Beside the adapter's own, which is as narrow as its rank (`remat: products`)."""
+    batch = tiny_update.make_batch()
+    tokens = batch.prompt_tokens.size + batch.tokens[..., 1:].size
+
+    def widths(trained, **options):
+        """Of the arrays [layers, tokens, width] that a gradient by these variables keeps."""
+        variables = tiny_update.make_variables(**options)
+        forward = make_forward(Policy(tiny_update.CONFIG, compute_dtype=compute_dtype, **options), temperature=1.0)
+
+        def logprobs(weights):
+            return forward({**variables, trained: weights}, batch).logprobs
+
+        kept = jax.tree.leaves(jax.eval_shape(lambda weights: jax.vjp(logprobs, weights)[1], variables[trained]))
+        return sorted(leaf.shape[2] for leaf in kept if leaf.ndim == 3 and leaf.shape[1] == tokens)
+
+    base = widths("params")
+    assert len(base) == len(PROJECTIONS) - 1  # the last one's is part of the next layer's input
+    assert widths("lora", lora=LoraConfig(1, 2.0, PROJECTIONS)) == [1] * len(PROJECTIONS) + base

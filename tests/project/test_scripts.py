@@ -20,7 +20,7 @@ RUNS = {
     "joint": f"--arms shuffled canonical --seeds 1 --out FOLDER {SHORT}",
     "several_rewards": f"--arms shuffled --scales 1 --seeds 1 --out FOLDER {SHORT}",
     "several_rewards_text": f"--arms grpo_conditioned {MODEL}",
-    "small_writer": f"--arms shuffled {MODEL} --data.max_prompt_tokens 600",
+    "small_writer": f"--arms shuffled {MODEL} --data.max_prompt_tokens 600 --sft.steps 1 --sft.batch 2",
     "grpo_iteration": "--cases tiny --threads 1 --rounds 1 --iterations 1 --out FOLDER/out.json",
     "evidence/vision": f"--arms seeing --seeds 0 --out FOLDER {SHORT}",
     "recommendation/sasrec": "--config recommendation_quick --epochs 1 --limit 50",
@@ -48,7 +48,8 @@ def test_settings_are_fields(monkeypatch, tmp_path):
     import small_writer
     import vision
 
-    texts = [several_rewards_text.SETTINGS.split(), small_writer.SETTINGS.split()]
+    writer = [f"{small_writer.SETTINGS} {arm}".split() for arm in small_writer.ARMS.values()]
+    texts = [several_rewards_text.SETTINGS.split(), *writer]
     arms = [["--config", "prompt_refinement_miniature", *options] for options in vision.ARMS.values()]
     run = first_update.our_command("tiny", tmp_path)[2:]
     for options in (*miniature.VARIANTS.values(), several_rewards.SETTINGS, *texts, *arms, run):
@@ -57,14 +58,34 @@ def test_settings_are_fields(monkeypatch, tmp_path):
     assert reward_ours.config_of(given).policy.lora.rank == reward_work.RANK
 
 
-def test_the_requests_of_the_small_writer_are_chats(monkeypatch, tmp_path):
+def test_the_small_writer_draws_its_pairs_by_seed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import small_writer
 
-    small_writer.write_requests(tmp_path / "requests.jsonl", {"train": 40, "test": 2})
-    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
-    assert [message["role"] for message in rows[-1]["prompt"]] == ["user", "assistant"] * 3 + ["user"]
-    assert [row["split"] for row in rows].count("test") == 2 and len(rows) == 39
+    def rows_of(seed: int, pairs: int) -> list[dict]:
+        path = tmp_path / f"{seed}_{pairs}.jsonl"
+        small_writer.write_requests(path, seed, pairs, {"train": 40, "test": 2})
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def labelled(rows: list[dict]) -> list[str]:
+        return [row["prompt"] for row in rows if "completion" in row]
+
+    rows = rows_of(1, 8)
+    assert [row["split"] for row in rows] == ["train"] * 40 + ["test"] * 2
+    assert len(labelled(rows)) == 8 and all(row.get("completion", row["oracle"]) == row["oracle"] for row in rows)
+    assert labelled(rows) == labelled(rows_of(1, 8)) != labelled(rows_of(2, 8)) and not labelled(rows_of(1, 0))
+
+
+def test_the_small_writer_compares_arms_on_shared_seeds(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import small_writer
+
+    def row(arm: str, seed: int, after: float) -> dict:
+        return {"arm": arm, "pairs": 32, "seed": seed, "before": 0.5, "after": after, "cpu_seconds": 60.0}
+
+    lines = small_writer.table([row("gdpo", 1, 0.9), row("gdpo", 2, 0.8), row("sft", 2, 0.6)]).splitlines()
+    assert lines[2].startswith("| gdpo | 32 | 0.900 | 0.800 | 0.850 |  | 0.500 |")
+    assert lines[3].startswith("| sft | 32 |  | 0.600 | 0.600 | +0.200 |  |")
 
 
 @pytest.mark.wide

@@ -13,7 +13,7 @@ from grpo_jax.errors import UserError, exit_on_interrupt, exit_process, run_cli,
 if __name__.endswith("__main__"):  # also of the script `grpo`; before slow imports
     exit_on_interrupt()
 
-from grpo_jax import demo, evaluate, export, predict, recommend, report, train
+from grpo_jax import demo, evaluate, export, predict, recommend, train
 from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.planning import PLAN
 
@@ -26,12 +26,11 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   export      write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
   predict     answer prompts with a run's policy: --run DIR --prompt TEXT, or --file FILE
   demo        serve a page on this machine to try a run's policy: --run DIR
-  report      write a run's report.html again: DIR [--out FILE]
   recommend   recommend items with a run's policy: --run DIR --history "title | title"
   cartpole    train on CartPole, to see the algorithms learn in a minute: --algorithm grpo|gdpo|ppo
 
 grpo COMMAND --help lists the options. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_MODULES = (demo, evaluate, export, predict, report, recommend)
+_MODULES = (demo, evaluate, export, predict, recommend)
 _OTHERS = {"cartpole": cartpole.main} | {module.__name__.rpartition(".")[2]: module.main for module in _MODULES}
 _COMMANDS = ("train", "resume", "plan", *_OTHERS)
 

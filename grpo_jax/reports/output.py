@@ -66,6 +66,7 @@ class RunOutput(Output):
             self.directory.close()
             raise
         self.info, self.warning = self.console.info, self.console.warning
+        self._finished = False
         self._metrics: AppendedFile | None = None
         self._services: list[TensorBoard | WeightsAndBiases] = []
         self._show: Update | None = None
@@ -122,13 +123,13 @@ class RunOutput(Output):
     def finish(self, finished: Finished, *, config: Config) -> None:
         """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run."""
         self._end_line()
-        summary = finished.summary
+        self._finished, summary = True, finished.summary
         if self.directory.policy.is_dir():
             write_card(self.directory.policy, base=config.policy.path)
         self.directory.write_images(finished.gallery, finished.episodes)
         end = RunEnd(finished.gallery, finished.episodes, finished.tables, to_yaml(config))
         write_end(self.directory, end)
-        write_report(self.directory, self._display, summary=summary)
+        write_report(self.directory, self._display, summary, end)
         self._tell(lambda service: service.finish(summary, finished.gallery))
         text = json.dumps(finite(summary), indent=2)
         write_atomically(self.directory.summary, f"{text}\n")  # last, so a run with a summary is complete
@@ -160,7 +161,7 @@ class RunOutput(Output):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Close; remove the run directory if the start failed before anything was saved.
+        """Close; write the page of an unfinished run, or remove its directory if nothing was saved.
 
         The log keeps the error that ended the run, with the traceback of an unexpected error.
         """
@@ -168,6 +169,8 @@ class RunOutput(Output):
             with suppress(UserError):  # the disk may have failed
                 if error is not None:
                     self.console.record(_error_text(error))
+                if self._metrics is not None and not self._finished and read_metrics(self.directory.metrics):
+                    write_report(self.directory, self._display, {}, RunEnd(config=to_yaml(self._config)))
                 self.close()
             if kind is not None and not self.directory.holds_checkpoint():
                 self.directory.take_back()

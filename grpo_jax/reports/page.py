@@ -17,11 +17,8 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 from markupsafe import Markup
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from grpo_jax.config.fields import first_mistake
-from grpo_jax.config.files import Values, load_json, read_text
-from grpo_jax.errors import UserError
+from grpo_jax.config.files import Values
 from grpo_jax.reports.charts import Rows, drawn_charts, number
 from grpo_jax.reports.console import suspicions
 from grpo_jax.rollout.pictures import png
@@ -42,16 +39,11 @@ class RunEnd(NamedTuple):
     config: str = ""  # the configuration of the last process, as YAML
 
 
-def write_report(
-    run: RunDirectory, display: Display = Display(), *, path: str | Path = "", summary: Values | None = None
-) -> None:
-    """Write the page of a run with metrics from its directory; `summary` replaces one not yet written."""
-    rows, end = read_metrics(run.metrics), read_end(run)
-    values = _read_summary(run, rows) if summary is None else finite(summary)
-    if not values:
-        end = RunEnd(config=end.config)
-    completions = completions_table(run.completions)
-    write_atomically(path or run.report, render_report(run.path.name, values, display, rows, end, completions))
+def write_report(run: RunDirectory, display: Display, summary: Values, end: RunEnd) -> None:
+    """Write the page of a run with the metrics of its directory; the summary of an unfinished one is empty."""
+    rows, completions = read_metrics(run.metrics), completions_table(run.completions)
+    page = render_report(run.path.name, finite(summary), display, rows, end, completions)
+    write_atomically(run.report, page)
 
 
 def render_report(
@@ -225,21 +217,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def read_end(run: RunDirectory) -> RunEnd:
-    """Read report.json of a finished run; UserError if it is damaged."""
-    if not run.end.exists():
-        return RunEnd(config=read_text(run.config) if run.config.is_file() else "")
-    try:
-        return TypeAdapter(RunEnd, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(load_json(run.end))
-    except ValidationError as error:
-        raise UserError(f"{run.end}: {first_mistake(error)}") from error
-
-
-def _read_summary(run: RunDirectory, rows: Rows) -> Values:
-    """Read summary.json; empty for a run that has not finished, or was extended afterwards."""
-    if not run.summary.exists():
-        return {}
-    summary = load_json(run.summary)
-    return {} if rows and summary.get("iterations", rows[-1]["step"]) < rows[-1]["step"] else summary

@@ -21,16 +21,15 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from pydantic import BeforeValidator
 
 from grpo_jax.config.fields import Section, require
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, completion_statistics
-from grpo_jax.rollout.env import Env, Observation, as_uint8
+from grpo_jax.rollout.env import Env, Observation
 from grpo_jax.rollout.pictures import RenderedImages
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Rollout
@@ -77,15 +76,6 @@ class TurnEnvironment(NamedTuple):
     role: str = "user"  # of an observation in the chat template
     # row of a typed prompt → the row of its episode; UserError if the environment makes all prompts
     start_episode: Callable[[Row], Row] = lambda row: row
-
-
-def decode_picture(value: object) -> object:
-    """Decode a base64 PNG; return anything but a string unchanged. ValueError if it is not a picture."""
-    return as_uint8(f"data:image/png;base64,{value}") if isinstance(value, str) else value
-
-
-Picture = Annotated[np.ndarray, BeforeValidator(decode_picture)]
-"""A picture, uint8 [H, W, 3]; files hold it as PNG in base64."""
 
 
 class Curve(NamedTuple):
@@ -142,11 +132,11 @@ class GalleryEntry(NamedTuple):
 
     prompt: str
     completion: str
-    before: Picture | None = None  # the picture of the unchanged prompt, uint8 [H, W, 3], or None
-    after: Picture | None = None  # that of the completion, from the same noise
+    before: np.ndarray | None = None  # the picture of the unchanged prompt, uint8 [H, W, 3], or None
+    after: np.ndarray | None = None  # that of the completion, from the same noise
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # both texts' values by name
-    shown: Sequence[Picture] = ()  # the prompt's own pictures
-    between: Picture | None = None  # that of the completion by the renderer before its training, or None
+    shown: Sequence[np.ndarray] = ()  # the prompt's own pictures
+    between: np.ndarray | None = None  # that of the completion by the renderer before its training, or None
 
 
 class ShownTurn(NamedTuple):
@@ -154,9 +144,9 @@ class ShownTurn(NamedTuple):
 
     completion: str
     scores: Mapping[str, float | None] = {}  # rewards and eval rewards by name, NaN if missing
-    image: Picture | None = None  # the rendered picture, uint8 [H, W, 3], or None
+    image: np.ndarray | None = None  # the rendered picture, uint8 [H, W, 3], or None
     observation: str | None = None  # the environment's text; None if the episode ended
-    pictures: Sequence[Picture] = ()  # the observation's pictures, uint8 [H, W, 3]
+    pictures: Sequence[np.ndarray] = ()  # the observation's pictures, uint8 [H, W, 3]
 
 
 class EpisodeEntry(NamedTuple):
@@ -164,7 +154,7 @@ class EpisodeEntry(NamedTuple):
 
     prompt: str
     turns: Sequence[ShownTurn]
-    pictures: Sequence[Picture] = ()
+    pictures: Sequence[np.ndarray] = ()
     title: str = ""
 
 

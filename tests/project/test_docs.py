@@ -11,7 +11,7 @@ import yaml
 from support import import_checks
 from support.imports import ROOT
 
-from grpo_jax import demo, evaluate, export, predict, recommend, report
+from grpo_jax import demo, evaluate, export, predict, recommend
 from grpo_jax.cartpole import __main__ as cartpole
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.run import JUDGES, TASKS, Config, make_config
@@ -21,7 +21,7 @@ from grpo_jax.planning import take_request
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend, report)}
+OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend)}
 TASK_NAMES = [*TASKS.kinds]
 TASK_CLASSES = [TASKS.class_of(name) for name in TASK_NAMES]
 JUDGE_CLASSES = [JUDGES.class_of(name) for name in JUDGES.kinds]
@@ -59,7 +59,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     shell = [line for block in blocks(text, "bash", "") for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax(?:\.\w+)+)(.*)", line) for line in lines]
-    names = "train|cartpole|evaluate|export|predict|recommend|report|demo"
+    names = "train|cartpole|evaluate|export|predict|recommend|demo"
     short = [re.match(rf"(?:python -m grpo_jax|grpo) ({names}) (-.*|\w+/.*)", line) for line in lines]
     found = [(call[1], call[2]) for call in calls if call] + [
         (f"grpo_jax.{call[1]}", call[2]) for call in short if call

@@ -18,7 +18,7 @@ ROOMS = (
     *("planning", "cartpole", "commands"),
 )
 """From the ground up: each imports only from those before it."""
-COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "demo", "__main__")
+COMMANDS = ("train", "evaluate", "export", "predict", "recommend", "demo", "__main__")
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
 KNOWN_BY_BRIDGES = (
     "grpo_jax.core.flow",

@@ -47,6 +47,12 @@ class Notes(NamedTuple):
     truncated: int = 0
     moments: Mapping[str, Sequence[float]] = {}
 
+    @classmethod
+    def read(cls, saved: Record) -> Notes:
+        """Read the notes of a checkpoint, also of one with the names of an earlier version."""
+        renamed = {"watched": "eval_rewards_at_start", "remembered": "task_data"}
+        return cls(**{renamed.get(name, name): value for name, value in saved.items()})
+
 
 class EarlyStopping(NamedTuple):
     """Early stopping's best value (None before the first), its iteration, and the validations since then."""
@@ -100,8 +106,8 @@ class Progress(NamedTuple):
         """Read the progress from a checkpoint's meta; UserError if another grpo_jax version wrote it."""
         try:
             progress = meta["progress"]
-            parts = {"notes": Notes(**progress["notes"]), "early_stopping": EarlyStopping(**progress["early_stopping"])}
-            return cls(**{**progress, **parts})
+            early_stopping = EarlyStopping(**(progress.get("early_stopping") or {}))
+            return cls(**{**progress, "notes": Notes.read(progress["notes"]), "early_stopping": early_stopping})
         except (KeyError, TypeError):
             message = f"{where}: its checkpoints are of another version of grpo_jax: continue with that version"
             raise UserError(message) from None
@@ -125,11 +131,14 @@ def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str,
 
 
 def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming the differences if a checkpoint has other data or models; training rows may differ."""
+    """Raise UserError naming the differences if a checkpoint has other data or models; training rows may differ.
+
+    Checkpoints of earlier versions lack digests of weights.
+    """
     changed = [
         f"{name}: {saved.get(name)} → {value}"
         for name, value in task.items()
-        if name != TRAINING_ROWS and saved.get(name) != value
+        if name != TRAINING_ROWS and saved.get(name, value if name.startswith(WEIGHTS) else None) != value
     ]
     if changed:
         other = f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)})"

@@ -28,7 +28,7 @@ from pathlib import Path
 import miniature
 import numpy as np
 from grpo_iteration import machine
-from several_rewards import interval
+from seeds import paired_difference
 
 from bridges.miniature import world
 
@@ -97,8 +97,8 @@ def table(results: list[dict]) -> str:
     for arm, pairs in dict.fromkeys((row["arm"], row["pairs"]) for row in results):
         rows = [found[arm, pairs, seed] for seed in seeds if (arm, pairs, seed) in found]
         after = {row["seed"]: row["after"] for row in rows}
-        gaps = [found["gdpo", pairs, seed]["after"] - after[seed] for seed in after if ("gdpo", pairs, seed) in found]
-        gap = interval(np.array(gaps)) if gaps and arm != "gdpo" else ""
+        ours = {seed: found["gdpo", pairs, seed]["after"] for seed in after if ("gdpo", pairs, seed) in found}
+        gap = paired_difference(ours, after) if ours and arm != "gdpo" else ""
         cells = [f"{after[seed]:.3f}" if seed in after else "" for seed in seeds]
         start = "" if arm == "sft" else f"{np.mean([row['before'] for row in rows]):.3f}"
         seconds = np.mean([row["cpu_seconds"] for row in rows])

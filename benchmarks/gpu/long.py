@@ -27,5 +27,7 @@ def measurements(tiny: bool) -> Measurements:
 def long_update(remat: str, tiny: bool) -> Figures:
     """Seconds, tokens per second, utilisation and peak of the compiled step of a run."""
     case = shapes.case("0.6B", tiny, prompts=2, group=1, **(dict(prompt_tokens=8, new_tokens=6) if tiny else _LENGTHS))
-    config = dataclasses.replace(iteration_work.decoder_config(case), model_type="qwen3", qkv_bias=False, qk_norm=True)
+    config = dataclasses.replace(
+        iteration_work.decoder_config(case), model_type="qwen3", qkv_bias=False, qk_norm="head"
+    )
     return update.ours(case, tiny, config, remat=remat)

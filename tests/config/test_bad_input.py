@@ -80,7 +80,7 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
         (["--rewards", '[{"name": "{judge}:leters"}]'], "has no leters (it has: letters, brief)"),
         (["--rewards", '[{"name": "{judge}:brief", "options": {"size": 2}}]'], "the reward (it has none), got 'size'"),
         (["--rewards", '[{"name": "no_judge.py:f"}]'], "the file no_judge.py does not exist"),
-        (["--data.prompts", "openai/gsm8k"], "saved data set's folder, from hub:openai/gsm8k, or"),
+        (["--data.prompts", "openai/gsm8k"], "from hub:openai/gsm8k, from reasoning_gym:NAME, or"),
         (["--data.prompts", "no.jsonl"], "no.jsonl does not exist"),
         (
             ["--rewards", "grpo_jax.rewards:numeric_answer", "--data.columns.answer", "wish"],

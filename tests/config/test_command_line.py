@@ -172,7 +172,7 @@ def test_commands_reach_their_runs(tmp_path, capsys):
     for words in ([], ["--help"]):
         assert __main__.main(words) == 0
         shown = capsys.readouterr().out
-        assert all(f"\n  {name} " in shown for name in ("train", "resume", "plan", "evaluate", "export", "report"))
+        assert all(f"\n  {name} " in shown for name in ("train", "resume", "plan", "evaluate", "export"))
     assert __main__.main(["train", "--task=recommendation", "--plan"]) == 2
     assert "there is nothing to plan" in capsys.readouterr().err
 

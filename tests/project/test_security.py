@@ -12,6 +12,8 @@ from grpo_jax.runs.checkpoint import Checkpoints
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 TO_ACTORS = {"bridges/ray_pool.py"}
 """Messages between a run and its Ray cluster, which has a token."""
+OF_USERS = ("grpo_jax/config/named.py", "exec(compile(code, str(path), 'exec', dont_inherit=True), vars(module))")
+"""The call that imports a Python file which the user names, as `import` would."""
 SOURCES = [*FILES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
 
 
@@ -31,7 +33,8 @@ def test_no_module_reads_pickles_or_runs_what_it_read():
                 wrong |= given.get("allow_pickle", "False") != "False"
                 wrong |= given.get("trust_remote_code", "False") != "False"
                 wrong |= given.get("weights_only", "True") != "True"
-            if wrong and str(path.relative_to(ROOT)) not in TO_ACTORS:
+            place = str(path.relative_to(ROOT))
+            if wrong and place not in TO_ACTORS and (place, ast.unparse(node)) != OF_USERS:
                 found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)[:80]}")
     assert not found, "\n" + "\n".join(found)
 

@@ -7,6 +7,9 @@ EXTRAS ?= diffusion,recommendation,logging,environments,test,oracles,docs
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
 
+# With it each process would compile every module that it imports, which takes longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test docs tutorial test-install lint clean
 
 $(VENV)/.train: pyproject.toml constraints.txt

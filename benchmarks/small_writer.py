@@ -5,14 +5,14 @@
 
 FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md) or another chat model; LoRA trains it. Requests,
 renderer, CLIP and rewards are those of the default run. The prompt holds the request alone. Each seed draws its own
-pairs of a request and the oracle's rewrite. Settings were chosen on seed 100. A run that is there in DIR is not run
-again.
+pairs of a request and the oracle's rewrite. Settings were chosen on seed 100, in two runs. A run that is there in DIR
+is not run again.
 
 | arm | after the policy is loaded |
 |---|---|
 | gdpo | a few supervised updates on the pairs, then training on rewards |
 | shuffled | the same, with the rewards permuted within each group |
-| sft | supervision alone on the same pairs, for as many CPU seconds as a whole run of gdpo |
+| sft | supervision alone on the same pairs, 140 updates: about the CPU seconds of a whole run of gdpo |
 
 Prints JSON and a table for RESULTS.md: pixel accuracy of held-out requests by greedy rewrites, and gdpo minus each arm
 on the same seeds with its 95 % interval (Student's t).
@@ -37,8 +37,8 @@ SEEDS = (300, 301, 302, 303, 304)
 SETTINGS = """--config prompt_enhancement_miniature --policy.lora.rank 16 --policy.lora.alpha 32
 --data.max_prompt_tokens 64 --sampling.max_new_tokens 12 --sampling.group_size 8
 --training.prompts_per_batch 4 --training.inner_epochs 1 --training.max_steps 45 --training.save_every 0
---optimizer.learning_rate 5e-4 --optimizer.schedule cosine --optimizer.warmup_steps 5
---algorithm.kl_coef 0 --algorithm.entropy_coef 0.01 --sft.batch 8
+--optimizer.learning_rate 2e-4 --optimizer.schedule cosine --optimizer.warmup_steps 10
+--algorithm.kl_coef 0.03 --algorithm.entropy_coef 0.01 --sft.batch 8
 --evaluation.every 0 --evaluation.validation_prompts 0 --evaluation.samples 0
 --eval_rewards grpo_jax.tasks.pictures:pixel_accuracy"""
 ARMS = {"gdpo": "--sft.steps 40", "shuffled": "--sft.steps 40", "sft": "--sft.steps 140 --training.max_steps 1"}

@@ -45,13 +45,15 @@ def renderer(folder):
 def counted(renderer, monkeypatch):
     """The prompts of each call of the pipeline, on an empty cache."""
     calls = []
-    pipeline = renderer.pipeline
+    kind = type(renderer.pipeline)
+    draw = kind.__call__
 
-    def record(**kwargs):
+    def record(pipeline, **kwargs):
         calls.append(kwargs["prompt"])
-        return pipeline(**kwargs)
+        return draw(pipeline, **kwargs)
 
-    monkeypatch.setattr(renderer, "pipeline", record)
+    monkeypatch.setattr(kind, "__call__", record)
+    monkeypatch.setattr(renderer, "_workers", 1)  # batches in order
     monkeypatch.setattr(renderer, "_cache", type(renderer._cache)(2**20))
     return calls
 

@@ -102,7 +102,7 @@ def test_data_columns_renames_columns(tmp_path):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("hub:", "hub:: prompts come from a .* from hub:OWNER/NAME, or from builtin"),
+        ("hub:", "hub:: prompts come from a .* from hub:OWNER/NAME, from reasoning_gym:NAME, or from builtin"),
         ("hub:no_owner_of/this_name", "hub:no_owner_of/this_name cannot be loaded: "),
         ("openai/gsm8k", "openai/gsm8k: prompts come from a .* from hub:openai/gsm8k"),
     ],

@@ -47,8 +47,8 @@ from grpo_jax.runs.directory import RunDirectory
 
 run = RunDirectory.open(sys.argv[1])
 if os.fork() == 0:
+    print("after the fork", flush=True)
     time.sleep(60)
-print(os.getpid(), flush=True)
 os._exit(1)
 """
 
@@ -56,6 +56,7 @@ os._exit(1)
 def test_a_forked_child_does_not_hold_the_lock(tmp_path):
     arguments = [sys.executable, "-c", FORKING, str(tmp_path / "run")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout.readline()  # of the child, whose first act is to release the lock
         process.wait(60)
         RunDirectory.open(tmp_path / "run").close()
         os.killpg(process.pid, signal.SIGKILL)

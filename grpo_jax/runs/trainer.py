@@ -40,7 +40,7 @@ from grpo_jax.runs.session import SCORE, Callbacks, IterationEvent, Notes, Progr
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import StopRequests, stop_requests
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import standardised
+from grpo_jax.training.estimators import standardise_objectives, update_moments
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
 
@@ -259,7 +259,7 @@ class Trainer:
         device, mesh = self.ctx.policy_device, self.ctx.policy.mesh
         objectives = collected.objectives
         if self.algorithm.standardise_rewards:
-            objectives, _ = standardised(objectives, self.progress.notes.moments)
+            objectives = standardise_objectives(objectives, update_moments(objectives, self.progress.notes.moments))
         batch = make_batch(collected.rollout, objectives, self.algorithm, device=device, mesh=mesh)
         return batch if self.teacher is None else batch._replace(ref_logprobs=self.teacher(batch))
 
@@ -282,7 +282,7 @@ class Trainer:
         row = metrics.iteration_row(self.ctx, done, collected.metrics, report, seconds, started)
         notes = metrics.reward_streaks(self.ctx, rollout, self.progress.notes)
         if self.algorithm.standardise_rewards:
-            notes = notes._replace(moments=standardised(collected.objectives, notes.moments)[1])
+            notes = notes._replace(moments=update_moments(collected.objectives, notes.moments))
         for line in metrics.streak_warnings(self.ctx, notes, done):
             self.output.warning(line)
         self.progress = self.progress.add_seconds(seconds)._replace(iteration=done, notes=notes, unvalidated=row)

@@ -130,22 +130,20 @@ def make_turn_objectives(
     return objectives._replace(informative=np.ones(prompts, bool) if keep else informative_groups(objectives, section))
 
 
-def standardised(
-    objectives: Objectives, saved: Mapping[str, Sequence[float]]
-) -> tuple[Objectives, dict[str, RewardMoments]]:
-    """Standardise each reward over all batches, this one included; return the new moments by name too.
-
-    `saved` are the moments before this batch.
-    """
+def update_moments(objectives: Objectives, saved: Mapping[str, Sequence[float]]) -> dict[str, RewardMoments]:
+    """Return each objective's moments by name, with this batch; `saved` are those before it."""
     values = np.asarray(objectives.rewards)
-    moments = {
-        name: RewardMoments(*saved.get(name, ())).with_batch(values[..., n]) for n, name in enumerate(objectives.names)
-    }
+    names = enumerate(objectives.names)
+    return {name: RewardMoments(*saved.get(name, ())).with_batch(values[..., n]) for n, name in names}
+
+
+def standardise_objectives(objectives: Objectives, moments: Mapping[str, RewardMoments]) -> Objectives:
+    """Standardise rewards and returns by each objective's moments (`update_moments`)."""
     rewards, returns = (
         None if array is None else jnp.asarray(standardise_rewards(np.asarray(array), [*moments.values()]))
         for array in (objectives.rewards, objectives.returns)
     )
-    return objectives._replace(rewards=rewards, returns=returns), moments
+    return objectives._replace(rewards=rewards, returns=returns)
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:

@@ -22,7 +22,7 @@ import torch
 
 from bridges import bundled
 from bridges.judges import PipelineJudge, RenderSettings
-from bridges.loading import DTYPES, first_line, loading, local_folder, side_by_side, torch_device, workers
+from bridges.loading import DTYPES, choose_workers, first_line, loading, local_folder, side_by_side, torch_device
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
 
@@ -208,7 +208,7 @@ class Renderer:
         self._counters = [copy.deepcopy(tokenizer) for tokenizer, limit in limits if limit == self.window]
         self._cache = _ImageCache(cache_megabytes * 2**20)
         self._lock = threading.Lock()
-        self._workers = workers(device, denoiser(pipeline))
+        self._workers = choose_workers(device, denoiser(pipeline))
         self._idle = [pipeline]  # one for each running batch: schedulers and tokenizers keep state during a call
 
     def __str__(self) -> str:

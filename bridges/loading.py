@@ -36,7 +36,7 @@ def match_precision(precision: str | None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
-def workers(device: torch.device, model: torch.nn.Module) -> int:
+def choose_workers(device: torch.device, model: torch.nn.Module) -> int:
     """Return the number of batches that `side_by_side` runs at a time: on a CPU one on each core, for a small model.
 
     Threads gain little in small products, and wait for each other by spinning: torch then has one, in all the process.

@@ -32,7 +32,7 @@ class OpenClip(Judge):
         import open_clip
 
         from bridges.clip import Scorer
-        from bridges.loading import DTYPES, loading, torch_device, workers
+        from bridges.loading import DTYPES, choose_workers, loading, torch_device
 
         target = torch_device(device)
         name = self._open_clip_name()
@@ -51,7 +51,7 @@ class OpenClip(Judge):
             tokenizer = open_clip.get_tokenizer(name)
         model.eval().requires_grad_(False)
         preprocess = self._preprocess(model.visual.preprocess_cfg)
-        options = {"dtype": DTYPES[self.dtype], "batch_size": 32, "workers": workers(target, model)}
+        options = {"dtype": DTYPES[self.dtype], "batch_size": 32, "workers": choose_workers(target, model)}
         return Scorer(model, tokenizer, preprocess, name=self.model, device=target, **options)
 
     def memory(self) -> list[tuple[str, int, str]]:

@@ -101,9 +101,9 @@ def test_only_small_models_on_a_cpu_run_side_by_side(scorer, monkeypatch):
     torch.set_num_threads(3)
     try:
         large = torch.nn.Linear(2**13, 2**12, device="meta")
-        assert loading.workers(cpu, large) == loading.workers(torch.device("cuda:0"), scorer.model) == 1
+        assert loading.choose_workers(cpu, large) == loading.choose_workers(torch.device("cuda:0"), scorer.model) == 1
         assert torch.get_num_threads() == 3
-        assert loading.workers(cpu, scorer.model) == 3 and torch.get_num_threads() == 1
+        assert loading.choose_workers(cpu, scorer.model) == 3 and torch.get_num_threads() == 1
         assert [*loading.side_by_side(lambda _: torch.get_num_threads(), range(6), 3)] == [1] * 6
     finally:
         loading._pool()[0].shutdown()

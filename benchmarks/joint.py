@@ -58,7 +58,7 @@ def draw_texts(ctx, column: str):
     from grpo_jax.rollout.data import all_rows
     from grpo_jax.rollout.encoding import ParsedCompletion
 
-    texts = {row.prompt: row.columns.get(column, row.prompt) for row in all_rows(ctx.prompts)}
+    texts = {row.prompt: row.columns.get(column, row.prompt) for row in all_rows(ctx.task_data.prompts)}
 
     def decode(_tokens: np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
         return texts[prompt], ParsedCompletion(texts[prompt], True)

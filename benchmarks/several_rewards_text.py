@@ -51,7 +51,9 @@ def write_products(path: Path) -> None:
 
 def evaluation(arm: str, seed: int, folder: Path, given: list[str]) -> dict:
     """Both rewards of a run, made unless it is there: of held-out products, and the mean of all batches."""
-    rewards = [{"name": f"{Path(__file__).resolve()}:{function}"} for function in ("brief", "correct")]
+    rewards = [
+        {"name": f"{Path(__file__).resolve()}:{function}", "messages": False} for function in ("brief", "correct")
+    ]
     rewards[0] |= {"condition_on": "correct", "threshold": 3.0} if arm.endswith("conditioned") else {}
     options = ["--seed", str(seed), "--rewards", json.dumps(rewards), *SETTINGS.split()]
     options += ["--algorithm.advantage", "grpo" if arm.startswith("grpo") else "gdpo", *given]

@@ -152,25 +152,28 @@ def resolve_rewards(
     return ResolvedRewards(tuple(sections), tuple(maximised), evaluated, names)
 
 
-def require_columns(
-    rewards: ResolvedRewards, source: TaskRewards, judges: Collection[str], rows: Iterable[Row]
-) -> None:
-    """Raise UserError for an argument of a user's reward that neither the run nor a column supplies."""
+def required_columns(rewards: ResolvedRewards, source: TaskRewards, judges: Collection[str]) -> dict[str, str]:
+    """Return the arguments of users' rewards that only the data's columns can fill, each with its reward's name."""
     if source.columns is not None and not source.column_names:  # the task adds unknown columns
-        return
+        return {}
     filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
-    missing: dict[str, str] = {}
+    needed: dict[str, str] = {}
     for reward in (*rewards.maximised, *rewards.evaluated):
         own = arguments_of(reward.function, required=True) if reward.own else []
-        missing |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
+        needed |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
+    return needed
+
+
+def require_columns(needed: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """Raise UserError for a name in `required_columns` that is a column of no row."""
     columns: dict[str, None] = {}
-    for row in rows if missing else ():
+    for row in rows if needed else ():
         columns |= dict.fromkeys(row.columns)
-        if missing.keys() <= columns.keys():
+        if needed.keys() <= columns.keys():
             return
-    for name in [name for name in missing if name not in columns]:
+    for name in [name for name in needed if name not in columns]:
         raise UserError(
-            f"reward {missing[name]}: no column fills its argument {name!r}; the data has "
+            f"reward {needed[name]}: no column fills its argument {name!r}; the data has "
             f"{', '.join(columns) or 'none'}: name one by data.columns.{name}, or give the argument a default"
         )
 

@@ -203,6 +203,7 @@ class Score:
     rewards: Mapping[str, Reward]  # N functions by name
     eval_rewards: Mapping[str, Reward]  # W functions by name
     missing: bool  # a failing reward is missing; otherwise it raises
+    required: Sequence[str] = ()  # columns that the rewards need; None where no row of a batch has one
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None  # as `TaskRewards.columns`
     tokenize: Callable[[str], list[int]] = lambda text: []  # encodes a completion that the policy did not generate
     role: str = "user"  # of observations in the messages of an episode
@@ -225,7 +226,8 @@ class Score:
         group, judged = len(episodes[0]), [*itertools.chain.from_iterable(episodes)]
         completions = [episode.last.completion for episode in judged]
         prompts = [row.prompt for row in rows for _ in range(group)]
-        columns = _row_columns(rows, group, drawn=pictures is not None) | {"episodes": judged, **progress}
+        columns = _row_columns(rows, group, self.required, drawn=pictures is not None)
+        columns |= {"episodes": judged, **progress}
         columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
         if all(episode.final and len(episode.turns) == 1 for episode in judged):  # others may lack their group
             columns["place_in_group"] = [*range(group)] * len(rows)
@@ -251,9 +253,9 @@ def _episode_messages(episode: Episode, role: str) -> list[dict[str, str]]:
     return messages
 
 
-def _row_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, Any]:
+def _row_columns(rows: Sequence[Row], group: int, required: Sequence[str], *, drawn: bool) -> dict[str, Any]:
     """Return the rows' columns, and those of their pictures and conversations, repeated for each completion."""
-    names = dict.fromkeys(name for row in rows for name in row.columns)
+    names = dict.fromkeys([*required, *(name for row in rows for name in row.columns)])
     columns: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
     columns[MESSAGES[0]] = [as_chat_messages(row) for row in rows]
     columns[IS_CONVERSATION] = [bool(row.messages) for row in rows]

@@ -172,7 +172,7 @@ def load_data(
     if config.renderer_learns:
         expected = "'rewriter' with a task whose renderer cannot be trained"
         require(data.learn is not None, "training.learns", expected, config.learns)
-    reward_registry.require_columns(resolved, data.rewards, judges, rows)
+    reward_registry.require_columns(reward_registry.required_columns(resolved, data.rewards, judges), rows)
     reward_registry.require_values(resolved, rows)
     info("rewards", resolved.describe())
     return data, resolved
@@ -307,6 +307,7 @@ def make_rollout_fns(
             maximised,
             evaluated,
             missing=config.on_judge_error == "missing",
+            required=tuple(reward_registry.required_columns(rewards, data.rewards, judges)),
             columns_of=data.rewards.columns,
             tokenize=lambda text: folder.tokenizer(text, add_special_tokens=False)["input_ids"],
             role=data.environment.role,

@@ -62,6 +62,9 @@ def spoil(completions, extra, *, words):
 def spared(completions, extra, **columns):
     return [len(one["seen"]) for one in extra]
 
+def rare(completions, one_line_only):
+    return [0.0 if value is None else 1.0 for value in one_line_only]
+
 def same(prompts, completions):
     assert [type(prompt) for prompt in prompts] == [type(completion) for completion in completions]
     return [len(one) if isinstance(one, str) else 100 + len(one[0]["content"]) for one in completions]
@@ -95,6 +98,7 @@ def finished(place, own, tmp_path_factory):
         {**length, "options": {"start": 0, "end": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         {"name": f"{own}:spoil", "options": {"words": ["a"]}},
         f"{own}:spared",
+        f"{own}:rare",
         *trl,
     ]
     home = tmp_path_factory.mktemp("asked")
@@ -103,6 +107,7 @@ def finished(place, own, tmp_path_factory):
         talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
         lines.append({"prompt": talk if letter < "i" else f"{letter} 12", "wish": letter})
         lines[-1]["extra"] = {"seen": [1, 2, 3]}
+    lines[-1]["one_line_only"] = 1
     (home / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = [f"--data.prompts={home / 'p.jsonl'}", "--rewards", json.dumps(rewards), "--training.max_steps=2"]
     assert train_here(place.config, home / "run", *words, *SHORT) == 0
@@ -184,6 +189,11 @@ def test_a_column_is_none_for_a_row_without_a_value():
     score = Score({"n": lambda **columns: got.update(columns) or [0.0] * 4}, {}, missing=False)
     score([Row(0, "a", {"x": 1}), Row(1, "b", {"y": 2})], single_turns([["c", "c"]] * 2), None)
     assert (got["prompts"], got["x"], got["y"]) == ([*"aabb"], [1, 1, None, None], [None, None, 2, 2])
+
+
+def test_a_column_that_no_row_of_a_batch_has_is_none(finished):
+    values = [value for step in (1, 2) for value in completions(finished, step)["reward/rare"]]
+    assert 0.0 in values and {*values} <= {0.0, 1.0}
 
 
 def test_two_rewards_of_one_function_have_a_label_each(finished, table):

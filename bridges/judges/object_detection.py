@@ -27,6 +27,9 @@ COLOUR_TEXTS = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {
 RELATIONS = ("left of", "right of", "above", "below")
 NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """GenEval's names of objects that have other names in COCO's detectors."""
+LABELS = {"aeroplane": "airplane", "diningtable": "dining table", "motorbike": "motorcycle", "sofa": "couch"}
+LABELS |= {"pottedplant": "potted plant", "tvmonitor": "tv"}
+"""COCO's names of labels that RT-DETR takes from Pascal VOC."""
 
 # GenEval's own numbers: score of an object to count, gap of neighbours as a share of their sizes, objects of a kind
 COUNTING_THRESHOLD, POSITION_THRESHOLD, MOST_OBJECTS = 0.9, 0.1, 16
@@ -72,7 +75,7 @@ class Detector:
 
     def __post_init__(self) -> None:
         self.device, labels = self._model.device, self._model.config.id2label
-        self.names = tuple(labels[number] for number in sorted(labels))
+        self.names = tuple(LABELS.get(labels[number], labels[number]) for number in sorted(labels))
 
     def __str__(self) -> str:
         return f"{self._config.path}: {type(self._model).__name__}, {len(self.names)} kinds, on {self.device}"

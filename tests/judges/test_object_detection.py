@@ -62,6 +62,17 @@ def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders
     assert str(judge) == f"{folders[0]}: YolosForObjectDetection, 3 kinds, on cpu"
 
 
+def test_labels_of_pascal_voc_answer_to_geneval_s_names(folders, tmp_path):
+    """As the published RT-DETR has them."""
+    image = noise(1)
+    tiny_models.detector(tmp_path, ("sofa", "motorbike", "tvmonitor"))
+    plain, voc = (ObjectDetection(path=str(folder)).load("cpu") for folder in (folders[0], tmp_path))
+    assert voc.names == ("couch", "motorcycle", "tv")
+    for name, other in zip(plain.names, voc.names, strict=True):
+        wanted = [[{"include": [{"class": kind, "count": 1}]}] for kind in (name, other)]
+        assert plain.geneval(image, wanted[0], None) == voc.geneval(image, wanted[1], None)
+
+
 def test_a_colour_is_the_likeliest_of_the_crop(folders):
     image = noise(1)[0]
     found = of_transformers(folders[0], image, 0.3)

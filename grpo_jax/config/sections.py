@@ -289,7 +289,9 @@ class AlgorithmSection(Section):
 
     preset: Annotated[str, KeyOf("grpo_jax.core.losses", "PRESETS")] = "grpo"
     """Loss preset, named after its paper (docs/algorithms.md)."""
-    advantage: Annotated[str, KeyOf("grpo_jax.core.advantages", "SUM_ESTIMATORS", "gdpo", "gae", "opd")] = "gdpo"
+    advantage: Annotated[
+        str, KeyOf("grpo_jax.core.advantages", "SUM_ESTIMATORS", "gdpo", "gae", "opd", "optimal_token_baseline")
+    ] = "gdpo"
     """Advantage estimator (docs/algorithms.md). "gdpo" normalises each reward in its group; "gae" is PPO (section ppo);
     "opd" distils the teacher on-policy and only logs the rewards; the others take the weighted sum of the rewards."""
     best_of: Length = 4

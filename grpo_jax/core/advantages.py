@@ -1,4 +1,4 @@
-"""Advantage estimators: group-relative, leave-one-out, RAFT, MaxRL, max@k, GDPO, REINFORCE++; conditioned rewards.
+"""Advantage estimators: group-relative, leave-one-out, RAFT, MaxRL, max@k, GDPO, REINFORCE++, OTB; conditions.
 
 Rewards are `[P, G]`, or `[P, G, N]` before objectives are summed. NaN marks a missing reward. It enters no statistic;
 a sum of objectives replaces it by the group's mean (`sum_rewards`). A group without signal has fewer than two present
@@ -206,6 +206,55 @@ def max_at_k_advantages(rewards: ArrayLike, *, k: int) -> jax.Array:
     gains = (ranked[:, :, None] - ranked[:, None, :]) * weights[:, None, :]
     by_rank = jnp.sum(jnp.tril(gains, -1), axis=2)
     return select(present, jnp.take_along_axis(by_rank, jnp.argsort(order, axis=1), axis=1))
+
+
+def optimal_token_advantages(
+    returns: ArrayLike,
+    logprobs: ArrayLike,
+    sum_pi_squared: ArrayLike,
+    mask: ArrayLike,
+    *,
+    weights: ArrayLike | None = None,
+) -> jax.Array:
+    """Compute the advantages of the optimal token baseline: returns minus the group's mean, weighted at each token.
+
+        A[p, g, t] = R[p, g, t] - Σ_h W[p, h, t] R[p, h, t] / Σ_h W[p, h, t]
+        W[p, g, t] = Σ_(u ≤ t) w[p, g, u]² (1 - 2 π[p, g, u] + Σ_v π_v[p, g, u]²)
+
+    A summand of W is the squared norm of w ∇ log π by the logits: completions with a large gradient so far count most.
+    h runs over the completions with a present reward and at least t tokens; masked tokens are not counted. From "The
+    Optimal Token Baseline" (https://arxiv.org/abs/2602.07078). A token that no other completion reaches gets 0, as
+    with verl's `handle_zero_tail=False`.
+
+    Args:
+        returns: `[P, G]`, or `[P, G, T]` from each token on, floating; NaN is missing.
+        logprobs: `[P, G, T]`, floating: log π of each token.
+        sum_pi_squared: `[P, G, T]`, the sum of the squared probabilities of all tokens in its place.
+        mask: bool `[P, G, T]`.
+        weights: w, `[P, G, T]`, of each token's policy gradient; ones by default.
+
+    Returns:
+        `[P, G, T]`, at least float32; a constant to gradients.
+
+    Raises:
+        ValueError: shapes that do not match, or a group of one.
+    """
+    returns = _as_rewards(returns, 2 if jnp.ndim(returns) == 2 else 3)
+    logprobs = as_float("logprobs", logprobs, ndim=3)
+    returns = jnp.broadcast_to(returns[..., None] if returns.ndim == 2 else returns, logprobs.shape)
+    mask = as_mask("mask", mask, logprobs.shape) & ~jnp.isnan(returns)
+    weights = 1.0 if weights is None else select(mask, as_float("weights", weights, shape=mask.shape))
+    squares = as_float("sum_pi_squared", sum_pi_squared, shape=mask.shape)
+    norms = select(mask, 1 - 2 * jnp.exp(select(mask, logprobs)) + select(mask, squares)) * jnp.square(weights)
+    order = jnp.argsort(~mask, axis=-1)  # compare the t-th tokens of the policy
+    energy = jnp.cumsum(jnp.maximum(norms, 0), axis=-1)
+    mask, returns, energy = (jnp.take_along_axis(x, order, axis=-1) for x in (mask, returns, energy))
+    _, differences = shifted(returns, mask, axis=1)
+    energy = select(mask, energy)
+    total = jnp.sum(energy, axis=1, keepdims=True)
+    baseline = safe_divide(jnp.sum(energy * differences, axis=1, keepdims=True), total)
+    advantages = select(mask & (total > 0), differences - baseline)
+    return jax.lax.stop_gradient(jnp.take_along_axis(advantages, jnp.argsort(order, axis=-1), axis=-1))
 
 
 def distillation_advantages(teacher_logprobs: ArrayLike, logprobs: ArrayLike, mask: ArrayLike) -> jax.Array:

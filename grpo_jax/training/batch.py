@@ -119,6 +119,7 @@ class Batch(NamedTuple):
         tokens: i32 [P, G, T].
         mask: bool [P, G, T], the policy's own tokens to train on, including EOS.
         advantages: f32 [P, G], or [P, G, T] by token; None until values or a teacher's log-probabilities are known.
+            For "optimal_token_baseline" the summed rewards until the update's preparation.
         scores: f32 [P, G], the summed rewards for PPO's advantages, or None.
         old_logprobs: f32 [P, G, T] of the policy before its first update with the batch; None with one update per
             batch. Unless the batch was sampled ahead, this policy also sampled it.

@@ -187,11 +187,14 @@ def estimate_advantages(
     """Compute advantages f32 [P, G] from rewards f32 [P, G, N] (NaN: missing) by the configured group estimator.
 
     "gdpo" normalises each objective in its group before summing; the others use the weighted sum. The scale of "grpo"
-    is its preset's (Dr. GRPO: none), unless the config sets one.
+    is its preset's (Dr. GRPO: none), unless the config sets one. "optimal_token_baseline" is the sum until
+    `update.make_preparation` subtracts the baseline, which needs probabilities.
     """
     if section.advantage == "gdpo":
         return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
+    if section.advantage == "optimal_token_baseline":
+        return summed
     options: dict[str, Any] = {"eps": section.advantage_eps} if section.advantage in ("grpo", "batch") else {}
     if section.advantage == "grpo":
         options["scale"] = section.scale or losses.PRESET_SCALES[section.preset]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,15 +32,16 @@ from grpo_jax.training.batch import Batch, packed, required, unpacked
 
 
 class Forward(NamedTuple):
-    """A forward pass over a batch's completions: log-probability, entropy, value (or None), each f32 [P, G, T]."""
+    """A forward pass over a batch's completions: log-probability, entropy, value, Σπ² (or None), each f32 [P, G, T]."""
 
     logprobs: jax.Array
     entropy: jax.Array
     values: jax.Array | None
+    sum_pi_squared: jax.Array | None = None
 
 
 Metrics = dict[str, PyTree]
-ForwardPass = Callable[[Variables, Batch], Forward]
+ForwardPass = Callable[..., Forward]
 Objective = Callable[..., tuple[jax.Array, Metrics]]
 """objective(variables, batch, normaliser of the whole update) → (loss, metrics by part of the loss); the policy's takes
 an entropy coefficient too, in place of the configured one."""
@@ -52,7 +54,7 @@ def make_forward(
     allowed_tokens: jax.Array | None = None,
     trie: Trie | None = None,
 ) -> ForwardPass:
-    """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).
+    """Make the function (variables, batch, sum_pi_squared=False) → `Forward` of softmax(logits / temperature).
 
     `allowed_tokens` is bool [V], or None for all. `trie` replaces it if completions come from a catalogue, whose
     texts or forms it holds. If a batch has `kept` tokens, the distribution is over those.
@@ -60,7 +62,7 @@ def make_forward(
 
     allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
 
-    def forward(variables: Variables, batch: Batch) -> Forward:
+    def forward(variables: Variables, batch: Batch, *, sum_pi_squared: bool = False) -> Forward:
         packing = batch.packing
         pictures: dict[str, Any] = {
             name: policy.encode_images(variables, part) if isinstance(part, Pictures) else part
@@ -70,16 +72,13 @@ def make_forward(
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **pictures)
         nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
         kept: dict[str, Any] = allowed if batch.kept is None else {"allowed_tokens": (None, batch.kept)}
-        logprobs, entropy = policy.token_logprobs(
-            variables,
-            hidden,
-            rows[0],
-            nodes=nodes,
-            temperature=temperature,
-            **kept,
-        )
+        score = partial(policy.token_logprobs, variables, hidden, rows[0], nodes=nodes, **kept)
+        logprobs, entropy = score(temperature=temperature)
+        squares = None
+        if sum_pi_squared:  # at half the temperature, log-probabilities are 2 log π - log Σπ²
+            squares = jnp.exp(2 * logprobs - score(temperature=temperature / 2)[0])
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
-        whole = Forward(logprobs, entropy, values)
+        whole = Forward(logprobs, entropy, values, squares)
         return whole if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), whole)
 
     return forward

@@ -14,7 +14,7 @@ import optax
 
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
-from grpo_jax.core.advantages import distillation_advantages
+from grpo_jax.core.advantages import distillation_advantages, optimal_token_advantages
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import EntropyControl, adapt_entropy_coef
 from grpo_jax.core.masking import masked_mean
@@ -185,7 +185,7 @@ def make_token_weights(
 def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
     """Return whether old log-probabilities must be computed; with one update per batch they equal the new ones."""
     several = training.inner_epochs * training.minibatches > 1
-    return several or _has_token_weights(algorithm) or algorithm.advantage in ("gae", "opd")
+    return several or _has_token_weights(algorithm) or algorithm.advantage in ("gae", "opd", "optimal_token_baseline")
 
 
 def _has_token_weights(algorithm: AlgorithmSection) -> bool:
@@ -203,6 +203,8 @@ def make_preparation(
     policy sampled: importance weights correct for that. Without them (importance_cap 0), the policy that sampled is
     the old policy. `measured` has "importance_weight", PPO's "estimates", and "importance_clipped" if sampled ahead.
     """
+    if algorithm.advantage == "optimal_token_baseline":
+        forward = partial(forward, sum_pi_squared=True)
     look = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
     weighted, ahead = _has_token_weights(algorithm), training.async_level > 0
     weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
@@ -226,6 +228,10 @@ def make_preparation(
         if algorithm.advantage == "opd":
             teacher = required("ref_logprobs", batch.ref_logprobs)
             batch = batch._replace(advantages=distillation_advantages(teacher, old.logprobs, batch.mask))
+        if old.sum_pi_squared is not None:
+            chosen = old.logprobs, old.sum_pi_squared, batch.mask
+            sums = required("advantages", batch.advantages)
+            batch = batch._replace(advantages=optimal_token_advantages(sums, *chosen, weights=batch.token_weights))
         if algorithm.learns_values:
             batch, measured["estimates"] = estimate(batch, required("values", old.values))
         return batch, measured

@@ -116,6 +116,8 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --algorithm.preset=cispo --algorithm.surrogate.dual=3 | algorithm.surrogate: expected cap with preset 'cispo', got ['dua
 --algorithm.preset=drpo --algorithm.clip_high=.1 | algorithm.clip_high: expected null with preset 'drpo'
 --algorithm.advantage=max_at_k --algorithm.best_of=9 | algorithm.best_of: expected 2 to sampling.group_size
+--algorithm.advantage=optimal_token_baseline --algorithm.scale=none | algorithm.scale: expected null with advantage 'opt
+--algorithm.advantage=optimal_token_baseline --sampling.group_size=1 | sampling.group_size: expected at least 2 (a group
 --algorithm.advantage=maxrl --algorithm.overlong_buffer=2 | algorithm.overlong_buffer: expected 0 with advantage 'maxrl'
 --algorithm.overlong_buffer=129 | algorithm.overlong_buffer: expected at most sampling.max_new_tokens = 128
 --training.minibatches=5 | training.prompts_per_batch: expected a multiple of minibatches x grad_accumulation_steps = 5

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from oracles.oracle import policy_batch
 
-from grpo_jax.core.advantages import distillation_advantages, max_at_k_advantages, maxrl_advantages
+from grpo_jax.core.advantages import (
+    distillation_advantages,
+    max_at_k_advantages,
+    maxrl_advantages,
+    optimal_token_advantages,
+)
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.losses import PRESETS, EntropyControl, adapt_entropy_coef, grpo_loss
 from grpo_jax.core.surrogates import DivergenceMask, DivergencePenalty
@@ -99,6 +104,38 @@ def test_the_gradient_of_max_at_k_is_that_of_the_expected_best(x64):
 
     logits = jnp.asarray([0.1, 0.7, -0.4, 0.0])
     np.testing.assert_allclose(jax.grad(surrogate)(logits), jax.grad(expected_best)(logits), atol=1e-12)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_the_optimal_token_baseline_is_the_loop(x64, by_token):
+    """Masked rows and gaps, a missing reward, a group of equal rewards, weights, garbage where masked."""
+    random = np.random.default_rng(4)
+    shape = (4, 3, 6)
+    pi, weights = random.uniform(0.05, 0.9, shape), random.uniform(0.2, 2, shape)
+    squares = pi**2 + random.uniform(size=shape) * (1 - pi) ** 2
+    mask = random.uniform(size=shape) < 0.7
+    mask[0, 1], mask[2, :, 0] = False, True
+    returns = random.normal(size=shape)
+    returns[1, 2], returns[2] = np.nan, 0.3
+    returns = returns if by_token else returns[..., 0]
+    expected = np.zeros(shape)
+    for p, g in np.ndindex(shape[:2]):
+        for t in np.flatnonzero(mask[p, g]):
+            total = weighted = 0.0
+            for h in range(shape[1]):
+                own = np.flatnonzero(mask[p, h])[: mask[p, g, : t + 1].sum()]  # as many tokens of the policy
+                reward = returns[p, h] if not by_token else returns[p, h, own[-1]] if len(own) else np.nan
+                if len(own) < mask[p, g, : t + 1].sum() or np.isnan(reward):
+                    continue
+                energy = sum(weights[p, h, u] ** 2 * (1 - 2 * pi[p, h, u] + squares[p, h, u]) for u in own)
+                total, weighted = total + energy, weighted + energy * reward
+            reward = returns[p, g] if not by_token else returns[p, g, t]
+            expected[p, g, t] = 0 if np.isnan(reward) else reward - weighted / total
+    logprobs = np.where(mask, np.log(pi), np.nan)
+    squares = np.where(mask, squares, np.inf)
+    found = np.asarray(jax.jit(optimal_token_advantages)(returns, logprobs, squares, mask, weights=weights))
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert (found[2] == 0).all() and np.abs(found[0]).max() > 0.1  # no rounding noise without signal
 
 
 def test_bounds_in_probability_have_the_gradients_of_verl_and_unirl(x64):

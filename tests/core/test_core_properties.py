@@ -115,6 +115,9 @@ TABLE = {
         p["logprobs"], p["sampler"], p["advantages"], p["mask"], threshold=0.1
     ),
     "distillation_advantages": lambda p: advantages.distillation_advantages(p["ref"], p["logprobs"], p["mask"]),
+    "optimal_token_advantages": lambda p: advantages.optimal_token_advantages(
+        p["rewards"][..., 0], p["logprobs"], abs(p["entropy"]), p["mask"]
+    ),
     "without_truncated": lambda p: selection.without_truncated(p["mask"], p["truncated"]),
     **{
         f"importance_weights {mode}": lambda p, mode=mode: selection.importance_weights(

@@ -1,10 +1,10 @@
-"""Variants of training, through the command: a teacher instead of rewards, and the sampling distribution."""
+"""Variants of training, through the command: a teacher, a baseline for each token, the sampling distribution."""
 
 import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
-from support.text_task import rows, train_values
+from support.text_task import completions, rows, train_values
 from support.tiny_models import causal_lm
 
 
@@ -39,6 +39,21 @@ def test_a_teacher_grades_each_token_and_rewards_are_only_logged(values, tmp_pat
     train_values(values, tmp_path / "refused", judge="work:0", expected=2)
     told = capsys.readouterr().err
     assert "algorithm.teacher: expected a policy with the tokens of policy.path" in told and told.count("\n") == 1
+
+
+def test_each_token_has_a_baseline_between_the_rewards_of_its_group(values, tmp_path):
+    values["training"] |= {"max_steps": 1}
+    values["algorithm"] = {"advantage": "optimal_token_baseline", "preset": "bnpo"}
+    train_values(values, tmp_path / "run", judge="work:0")
+    (row,) = rows(tmp_path / "run")
+    assert row["grad_norm"] > 0
+    file = completions(tmp_path / "run", 1)
+    rewards = np.array(file["reward/letters"]).reshape(4, 16) + np.array(file["reward/brief"]).reshape(4, 16) / 2
+    advantages = np.array(file["advantage"]).reshape(4, 16)
+    assert (rewards - rewards.max(1, keepdims=True) - 1e-5 <= advantages).all()
+    assert (advantages <= rewards - rewards.min(1, keepdims=True) + 1e-5).all()
+    means = np.abs(advantages.mean(1)) / rewards.std(1)
+    assert (means < 0.5).all() and means.max() > 1e-3  # near the group's mean, not equal to it
 
 
 @pytest.mark.parametrize("mask", ["keep", pytest.param("none", marks=pytest.mark.wide)])

@@ -8,9 +8,18 @@ from support import tiny_update
 
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
-from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
+from grpo_jax.core.advantages import gdpo_advantages, group_advantages, optimal_token_advantages, sum_rewards
+from grpo_jax.core.selection import high_entropy_mask
 from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, GammaWeight, SoftGate
-from grpo_jax.training.estimators import OVERLONG, Objectives, estimate_advantages, make_objectives, signal_metrics
+from grpo_jax.models.policy import Policy
+from grpo_jax.training.estimators import (
+    OVERLONG,
+    Objectives,
+    estimate_advantages,
+    estimate_turn_advantages,
+    make_objectives,
+    signal_metrics,
+)
 from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
 
@@ -143,6 +152,35 @@ def test_the_update_puts_the_weights_in():
     _, _, unweighted = tiny_update.updated(batch, AlgorithmSection(advantage="grpo"))
     assert 0 < report["grad_norm"] < 0.5 * unweighted["grad_norm"]
     assert "importance_weight" not in unweighted["measured"]
+
+
+@pytest.mark.parametrize("training", [{}, {"minibatches": 2, "grad_accumulation_steps": 2}])
+def test_the_token_baseline_has_the_probabilities_of_all_tokens(training):
+    """Old log-probabilities and Σπ² of a dense softmax give the advantages that the loss gets."""
+    batch = tiny_update.make_batch()
+    section = AlgorithmSection(advantage="optimal_token_baseline", preset="bnpo", entropy_share=0.8)
+    variables, _, report = tiny_update.updated(batch, section, **training)
+    policy = Policy(tiny_update.CONFIG, remat="none")
+    hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, batch.tokens, batch.mask)
+    logits = policy.logits("pgtd,vd->pgtv", hidden, policy.head(variables)) / tiny_update.TEMPERATURE
+    logs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(logs, batch.tokens[..., None], axis=-1)[..., 0]
+    squares = jnp.sum(jnp.exp(logs) ** 2, axis=-1)
+    kept = high_entropy_mask(-jnp.sum(jnp.exp(logs) * logs, axis=-1), batch.mask, share=0.8).astype(jnp.float32)
+    expected = optimal_token_advantages(batch.advantages, chosen, squares, batch.mask, weights=kept)
+    np.testing.assert_allclose(report["advantages"], expected, atol=1e-5)
+    mean = np.asarray(expected)[np.asarray(batch.mask)].mean()
+    assert float(report["metrics"]["policy"].advantage.value()) == pytest.approx(mean, abs=1e-5)
+    assert abs(mean) > 1e-3 and report["grad_norm"] > 0
+
+
+def test_the_token_baseline_starts_from_the_return_of_each_turn(rewards):
+    returns = jnp.stack([rewards, 2 * rewards], axis=2).at[0, 0, 1].set(jnp.nan)
+    turn, mask = jnp.tile(jnp.array([0, 1, 1]), (3, 4, 1)), jnp.ones((3, 4, 3), bool).at[1, 1, 2].set(False)
+    section = AlgorithmSection(advantage="optimal_token_baseline")
+    summed = np.asarray(sum_rewards(rewards, weights=WEIGHTS))[..., None] * [1, 2, 2]
+    summed[0, 0, 1:], summed[1, 1, 2] = np.nan, 0
+    np.testing.assert_allclose(estimate_turn_advantages(returns, turn, mask, section, WEIGHTS), summed, rtol=1e-5)
 
 
 def test_distillation_takes_the_teachers_logprobs_for_advantages_and_rows_that_moved_leave():

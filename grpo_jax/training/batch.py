@@ -111,50 +111,32 @@ def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
 
 
 class Batch(NamedTuple):
-    """One sampled batch on the policy's device; P may be a minibatch's share.
+    """One sampled batch on the policy's device; P may be a minibatch's share. Log-probabilities are f32 [P, G, T]."""
 
-    Attributes:
-        prompt_tokens: i32 [P, L], left-padded.
-        prompt_mask: bool [P, L].
-        tokens: i32 [P, G, T].
-        mask: bool [P, G, T], the policy's own tokens to train on, including EOS.
-        advantages: f32 [P, G], or [P, G, T] by token; None until values or a teacher's log-probabilities are known.
-            For "optimal_token_baseline" the summed rewards until the update's preparation.
-        scores: f32 [P, G], the summed rewards for PPO's advantages, or None.
-        old_logprobs: f32 [P, G, T] of the policy before its first update with the batch; None with one update per
-            batch. Unless the batch was sampled ahead, this policy also sampled it.
-        ref_logprobs: f32 [P, G, T] of the reference, or None without one.
-        rollout_logprobs: f32 [P, G, T] of the policy, computed by the sampler, to compare with the trainer's.
-        sampler_logprobs: f32 [P, G, T] of the sampling distribution, or None without importance correction.
-        token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
-        old_values: f32 [P, G, T] before the first update, or None without a value head.
-        returns: f32 [P, G, T], the targets of the values, or None.
-        packing: Shared rows of short completions, or None for one row each.
-        pictures: Pictures of the prompts ("pictures" [P, I, ..]) and of the observations ("observations"
-            [P, G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
-        present: bool [P, G, T], all tokens in context, including an episode's observations. None for `mask`.
-        turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
-        kept: i32 [P, G, T, K], the tokens over which log-probabilities are renormalised, padded with -1; None for all.
-    """
-
-    prompt_tokens: jax.Array
-    prompt_mask: jax.Array
-    tokens: jax.Array
-    mask: jax.Array
+    prompt_tokens: jax.Array  # i32 [P, L], left-padded
+    prompt_mask: jax.Array  # bool [P, L]
+    tokens: jax.Array  # i32 [P, G, T]
+    mask: jax.Array  # bool [P, G, T], the policy's own tokens to train on, including EOS
+    # f32 [P, G], or [P, G, T] by token; None until values or a teacher's log-probabilities are known. For
+    # "optimal_token_baseline" the summed rewards until the update's preparation
     advantages: jax.Array | None = None
-    scores: jax.Array | None = None
+    scores: jax.Array | None = None  # f32 [P, G], the summed rewards for PPO's advantages
+    # of the policy before its first update with the batch; None with one update per batch. Unless the batch was
+    # sampled ahead, this policy also sampled it
     old_logprobs: jax.Array | None = None
-    ref_logprobs: jax.Array | None = None
-    rollout_logprobs: jax.Array | None = None
-    sampler_logprobs: jax.Array | None = None
-    token_weights: jax.Array | None = None
-    old_values: jax.Array | None = None
-    returns: jax.Array | None = None
-    packing: Packing | None = None
+    ref_logprobs: jax.Array | None = None  # of the reference
+    rollout_logprobs: jax.Array | None = None  # of the policy, computed by the sampler, to compare with the trainer's
+    sampler_logprobs: jax.Array | None = None  # of the sampling distribution; None without importance correction
+    token_weights: jax.Array | None = None  # f32 [P, G, T] on each token's policy gradient; None for 1
+    old_values: jax.Array | None = None  # f32 [P, G, T] before the first update; None without a value head
+    returns: jax.Array | None = None  # f32 [P, G, T], the targets of the values
+    packing: Packing | None = None  # shared rows of short completions; None for one row each
+    # of the prompts ("pictures" [P, I, ..]) and of the observations ("observations" [P, G, I, ..]): `PictureStates` of
+    # a frozen tower, or `Pictures` that the forward pass encodes
     pictures: Mapping[str, Pictures | PictureStates] = {}
-    present: jax.Array | None = None
-    turn: jax.Array | None = None
-    kept: jax.Array | None = None
+    present: jax.Array | None = None  # bool [P, G, T], all tokens in context, with observations; None for `mask`
+    turn: jax.Array | None = None  # i32 [P, G, T], the turn of each token of an episode, from 0
+    kept: jax.Array | None = None  # i32 [P, G, T, K], the tokens to renormalise over, padded with -1; None for all
 
     @property
     def exists(self) -> jax.Array:

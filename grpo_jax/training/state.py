@@ -26,27 +26,18 @@ class RolloutWeights(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Everything an update changes.
+    """Everything an update changes."""
 
-    Attributes:
-        step: i32 scalar, optimizer updates so far.
-        variables: {"params": …}, optionally "lora" (then the params are frozen), "value" (PPO's value head) and
-            "visual" (a frozen vision tower; a trained one is part of the params).
-        opt_state: Optimizer state of the trained collections.
-        reference: The trained collection of the reference policy. None without KL, or if (with LoRA) the reference is
-            the base without adapters.
-        skipped: i32 scalar, consecutive updates skipped because loss or gradient was not finite.
-        rollout_weights: The policy that samples the next batch ahead; or None.
-        entropy_control: The adaptive entropy coefficient; or None.
-    """
-
-    step: jax.Array
+    step: jax.Array  # i32 scalar, optimizer updates so far
+    # {"params": …}, optionally "lora" (then the params are frozen), "value" (PPO's value head) and "visual" (a frozen
+    # vision tower; a trained one is part of the params)
     variables: Variables
-    opt_state: PyTree
+    opt_state: PyTree  # of the trained collections
+    # trained collection of the reference policy; None without KL, or if (with LoRA) it is the base without adapters
     reference: PyTree | None
-    skipped: jax.Array
-    rollout_weights: RolloutWeights | None = None
-    entropy_control: EntropyControl | None = None
+    skipped: jax.Array  # i32 scalar, consecutive updates skipped because loss or gradient was not finite
+    rollout_weights: RolloutWeights | None = None  # the policy that samples the next batch ahead
+    entropy_control: EntropyControl | None = None  # the adaptive entropy coefficient
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
@@ -102,15 +93,13 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
             consistent_rms=0.2,
         )
         # Not by optax.contrib.muon, whose AdamW has Nesterov momentum.
-        optimizer = optax.partition({"muon": muon, "adamw": optimizer}, _optimizer_names)
+        kinds = {"muon": muon, "adamw": optimizer}
+        optimizer = optax.partition(
+            kinds, lambda weights: jax.tree.map(lambda decays: "muon" if decays else "adamw", decayed(weights))
+        )
     if section.max_grad_norm == 0:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), optimizer)
-
-
-def _optimizer_names(weights: Variables) -> PyTree:
-    """Return "muon" for the decayed weights, [.., in, out], and "adamw" for the others."""
-    return jax.tree.map(lambda decays: "muon" if decays else "adamw", decayed(weights))
 
 
 def policy_collection(variables: Variables) -> str:
@@ -208,6 +197,5 @@ def rollout_copy(state: TrainState) -> RolloutWeights:
 
 def rollout_variables(state: TrainState, copied: RolloutWeights) -> Variables:
     """Return the variables of the policy that samples ahead, without value head."""
-    trained = trained_weights(state.variables)
-    frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
-    return {**frozen, policy_collection(state.variables): copied.weights}
+    policy = {name: tree for name, tree in state.variables.items() if name != VALUE}
+    return {**policy, policy_collection(policy): copied.weights}

@@ -98,7 +98,8 @@ def make_train_step(
             after = after._replace(entropy_control=adapted)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         report = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
-        after = _where_finite(finite, after, moving)
+        after = jax.tree.map(partial(jnp.where, finite), after, moving)
+        after = after._replace(skipped=jnp.where(finite, 0, moving.skipped + 1))
         if after.entropy_control is not None:
             report["entropy_coef"] = after.entropy_control.coef
         return after, report
@@ -117,12 +118,6 @@ def make_train_step(
         return after._replace(variables={**frozen, **after.variables}, **unchanged), report
 
     return train_step
-
-
-def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
-    """Select the state after a finite update, else the one before; count consecutive skipped updates."""
-    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    return state._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
 
 
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:

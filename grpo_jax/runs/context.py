@@ -27,17 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunContext(NamedTuple):
-    """Everything that a config names, loaded; only `runs` uses it.
-
-    Attributes:
-        allowed_tokens: bool [V], or None for all.
-        trie: The task's choices (`TaskData.choices`), or None.
-        iterations: Total number of iterations.
-        renderer: judges.renderer if it is trained, else None.
-        key: The run's key, from which all others are folded.
-        devices: Device names of policy and judges.
-        stopping: Whether a stop was requested.
-    """
+    """Everything that a config names, loaded; only `runs` uses it."""
 
     config: Config
     task_data: TaskData
@@ -45,13 +35,13 @@ class RunContext(NamedTuple):
     fns: RolloutFns
     rewards: ResolvedRewards
     samplers: Samplers
-    allowed_tokens: np.ndarray | None
-    trie: Trie | None
-    key: jax.Array
-    devices: dict[str, str]
-    iterations: int
-    renderer: TrainableRenderer | None = None
-    stopping: Callable[[], bool] = lambda: False
+    allowed_tokens: np.ndarray | None  # bool [V]; None for all
+    trie: Trie | None  # the task's choices (`TaskData.choices`)
+    key: jax.Array  # the run's, from which all others are folded
+    devices: dict[str, str]  # names of policy's and judges' devices
+    iterations: int  # total
+    renderer: TrainableRenderer | None = None  # judges.renderer if it is trained
+    stopping: Callable[[], bool] = lambda: False  # whether a stop was requested
 
     @property
     def policy_device(self) -> jax.Device:

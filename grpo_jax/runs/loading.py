@@ -60,17 +60,12 @@ _ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
 class LoadedPolicy(NamedTuple):
-    """A policy with the functions that read its prompts.
+    """A policy with the functions that read its prompts; the last two are None without pictures."""
 
-    Attributes:
-        config: The run's config, with the date of the chat template.
-        prepare: Pictures → the image processor's arrays; None without pictures, like `encode_images`.
-    """
-
-    config: Config
+    config: Config  # the run's, with the date of the chat template
     policy: Policy
     encode: Callable[..., Encoded]
-    prepare: Callable[[object], Pictures] | None
+    prepare: Callable[[object], Pictures] | None  # pictures → the image processor's arrays
     encode_images: Callable[..., Any] | None
 
 

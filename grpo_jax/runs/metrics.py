@@ -135,27 +135,20 @@ def update_metrics(report: Record) -> Record:
     names = {"advantage": "mean_advantage", "ratio": "mean_ratio"}
     row = {
         "loss": report["loss"],
-        **{names.get(name, name): float(mean.value()) for name, mean in parts["policy"]._asdict().items()},
+        **{names.get(name, name): mean.value() for name, mean in parts["policy"]._asdict().items()},
         "grad_norm": report["grad_norm"],
-        "sampler_gap": float(parts["sampler_gap"].value()),
-        "skipped_updates": report["skipped"],
+        "sampler_gap": parts["sampler_gap"].value(),
     }
     if "value" in parts:
-        estimates = measured["estimates"]
-        row |= {
-            "value/loss": float(parts["value"].loss.value()),
-            "value/clipped": float(parts["value"].clip_fraction.value()),
-            "value/mean": float(estimates.value),
-            "value/return": float(estimates.returns),
-            "value/explained_variance": float(estimates.explained_variance),
-            "completion_kl": float(estimates.completion_kl),
-        }
-    if "entropy_coef" in report:
-        row["entropy_coef"] = float(report["entropy_coef"])
-    if "off_policy_masked" in parts:
-        row["off_policy_masked"] = float(parts["off_policy_masked"].value())
-    weights = {name: float(measured[name]) for name in ("importance_weight", "importance_clipped") if name in measured}
-    return {**row, **weights, "learning_rate": report["learning_rate"]}
+        value, estimates = parts["value"], measured["estimates"]
+        row |= {"value/loss": value.loss.value(), "value/clipped": value.clip_fraction.value()}
+        row |= {"value/mean": estimates.value, "value/return": estimates.returns}
+        row |= {"value/explained_variance": estimates.explained_variance, "completion_kl": estimates.completion_kl}
+    row |= {"entropy_coef": report["entropy_coef"]} if "entropy_coef" in report else {}
+    row |= {"off_policy_masked": parts["off_policy_masked"].value()} if "off_policy_masked" in parts else {}
+    row |= {name: measured[name] for name in ("importance_weight", "importance_clipped") if name in measured}
+    row = {name: float(value) for name, value in row.items()}
+    return row | {"skipped_updates": report["skipped"], "learning_rate": report["learning_rate"]}
 
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:

@@ -22,30 +22,20 @@ SCORE = "score"
 
 
 class Notes(NamedTuple):
-    """Values that a run keeps from its start, and from iteration to iteration; JSON.
+    """Values that a run keeps from its start, and from iteration to iteration; JSON."""
 
-    Attributes:
-        before: Held-out measures at the start, by kind of text ("greedy", "sampled", "unchanged", "oracle") and of the
-            policy before SFT ("untrained").
-        samples: `sample_measures` at the start.
-        eval_rewards_at_start: Eval rewards of each prompt at the start, by "test" and "validation".
-        task_data: Data for the task's findings.
-        streaks: Iterations in a row without a reward.
-        constant: Value of a reward with a single one, and the iterations in a row with it.
-        range: Lowest and highest value of each reward.
-        truncated: Iterations in a row in which no completion ended.
-        moments: `RewardMoments` of each reward over all batches, with algorithm.standardise_rewards.
-    """
-
+    # held-out measures at the start, by kind of text ("greedy", "sampled", "unchanged", "oracle") and of the policy
+    # before SFT ("untrained")
     before: Mapping[str, Mapping[str, float]] = {}
-    samples: Record | None = None
+    samples: Record | None = None  # `sample_measures` at the start
+    # eval rewards of each prompt at the start, by "test" and "validation"
     eval_rewards_at_start: Mapping[str, Mapping[str, Sequence[float]]] = {}
-    task_data: Record = {}
-    streaks: Mapping[str, int] = {}
-    constant: Mapping[str, Sequence[float]] = {}
-    range: Mapping[str, Sequence[float]] = {}
-    truncated: int = 0
-    moments: Mapping[str, Sequence[float]] = {}
+    task_data: Record = {}  # for the task's findings
+    streaks: Mapping[str, int] = {}  # iterations in a row without a reward
+    constant: Mapping[str, Sequence[float]] = {}  # value of a reward with a single one, and the iterations with it
+    range: Mapping[str, Sequence[float]] = {}  # lowest and highest value of each reward
+    truncated: int = 0  # iterations in a row in which no completion ended
+    moments: Mapping[str, Sequence[float]] = {}  # `RewardMoments` of each reward, for algorithm.standardise_rewards
 
     @classmethod
     def read(cls, saved: Record) -> Notes:
@@ -81,24 +71,16 @@ class EarlyStopping(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """JSON metadata of a checkpoint.
+    """JSON metadata of a checkpoint."""
 
-    Attributes:
-        iteration: Finished iterations.
-        iterations: Total iterations.
-        seconds: By stage; "total" counts only earlier processes, in a checkpoint also this one.
-        identity: "config": the fields that change learning; "task": other values that must not change on resume.
-        unvalidated: Metrics of the last iteration if its validation was stopped or failed.
-    """
-
-    iteration: int
-    iterations: int
+    iteration: int  # finished iterations
+    iterations: int  # total
     best_score: float | None
     best_iteration: int
-    seconds: dict[str, float]
-    identity: dict[str, Record]
+    seconds: dict[str, float]  # by stage; "total" counts only earlier processes, in a checkpoint also this one
+    identity: dict[str, Record]  # "config": fields that change learning; "task": others that must not change on resume
     notes: Notes = Notes()
-    unvalidated: Record | None = None
+    unvalidated: Record | None = None  # metrics of the last iteration if its validation was stopped or failed
     early_stopping: EarlyStopping = EarlyStopping()
 
     @classmethod
@@ -169,13 +151,7 @@ Callback = Callable[[IterationEvent], bool | None]
 
 
 class Callbacks(NamedTuple):
-    """The user's callbacks; None for none.
-
-    Attributes:
-        on_iteration: Called after each iteration's row of metrics.jsonl is written.
-        on_validation: Called after on_iteration, if the iteration was validated.
-        on_checkpoint: Called when a checkpoint of the loop is on disk.
-    """
+    """The user's callbacks (`train.run`); None for none."""
 
     on_iteration: Callback | None = None
     on_validation: Callback | None = None

@@ -195,14 +195,24 @@ def run_programs(
     shown: Shown | None,
     platform: str | None = None,
 ) -> dict[str, Program]:
-    """Return a run's programs, by name: vision, sample, turn, logprobs, update."""
-    policy = Policy.from_section(config.policy, model, mesh, platform)
+    """Return a run's programs at maximum lengths, by name: vision, sample, turn, logprobs, update.
+
+    "logprobs" computes old or reference log-probabilities of a whole batch, "update" is one optimizer update.
+    """
+    policy, algorithm = Policy.from_section(config.policy, model, mesh, platform), config.resolved_algorithm
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
-    programs = _sampling_programs(config, policy, state, shown)
-    needs_old = update.needs_old_logprobs(config.resolved_algorithm, config.training)
-    if needs_old or needs_reference(config.algorithm, config.ppo):
-        programs["logprobs"] = _logprobs_program(config, policy, state, shown)
-    return programs | {"update": _update_program(config, policy, state, shown)}
+    programs, training = _sampling_programs(config, policy, state, shown), config.training
+    forward = make_forward(policy, temperature=config.sampling.temperature)
+    if update.needs_old_logprobs(algorithm, training) or needs_reference(config.algorithm, config.ppo):
+        whole = config.replace(training=training.replace(minibatches=1))
+        parts = training.minibatches * training.grad_accumulation_steps
+        step = update.make_forward_step(forward, grad_accumulation_steps=parts)
+        batch = batch_shapes(whole, policy, state, shown).read_by_policy()
+        programs["logprobs"] = Program(jax.jit(step), (state.variables, batch))
+    optimizer, longest = update.make_learner(config, policy, 1).optimizer, config.sampling.max_policy_tokens
+    step = update.make_configured_step(forward, optimizer, algorithm, training, config.ppo, max_new_tokens=longest)
+    arguments = state, batch_shapes(config, policy, state, shown)
+    return programs | {"update": Program(jax.jit(step, donate_argnums=0), arguments)}
 
 
 def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> dict[str, Program]:
@@ -231,29 +241,6 @@ def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown:
         carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *observations)[1], variables, carried)
     go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *observations)[0], policy.mesh))
     return programs | {"turn": Program(go_on, (variables, carried), section.max_new_tokens)}
-
-
-def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
-    """Return the program of a whole batch's old or reference log-probabilities."""
-    training = config.training
-    whole = config.replace(training=training.replace(minibatches=1))
-    forward = make_forward(policy, temperature=config.sampling.temperature)
-    parts = training.minibatches * training.grad_accumulation_steps
-    step = update.make_forward_step(forward, grad_accumulation_steps=parts)
-    return Program(jax.jit(step), (state.variables, batch_shapes(whole, policy, state, shown).read_by_policy()))
-
-
-def _update_program(config: Config, policy: Policy, state: TrainState, shown: Shown | None) -> Program:
-    """Return the program of one optimizer update at maximum lengths."""
-    step = update.make_configured_step(
-        make_forward(policy, temperature=config.sampling.temperature),
-        update.make_learner(config, policy, 1).optimizer,
-        config.resolved_algorithm,
-        config.training,
-        config.ppo,
-        max_new_tokens=config.sampling.max_policy_tokens,
-    )
-    return Program(jax.jit(step, donate_argnums=0), (state, batch_shapes(config, policy, state, shown)))
 
 
 def report_program(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:

@@ -74,9 +74,7 @@ def make_samplers(
         require(unmasked, "sampling.sampling_mask", "none: the task lists the possible texts", section.sampling_mask)
         rank = _gathered(make_ranker(policy, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
-    def sampler(
-        section: SamplingSection, group_size: int, temperature: float
-    ) -> Callable[..., Samples] | EpisodeSampler:
+    def sampler(section: SamplingSection, group_size: int, temperature: float) -> Sampler:
         params = sampling_params(section, group_size, temperature)
         if section.turns > 1:
             turns = make_episode_sampler(policy, params, **ends)

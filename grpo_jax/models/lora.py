@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from pydantic.dataclasses import dataclass
 
 from grpo_jax.config.sections import PolicySection
@@ -111,13 +112,18 @@ def entry(stack: PyTree, index: tuple[int, ...]) -> PyTree:
     """Return stack[index] of each array, by one program for every index; or `at(index)` of a virtual stack."""
     if isinstance(stack, ListedLayers | MergedKernel):
         return stack.at(index)
+    return _entry(stack, index) if index else stack
+
+
+@jax.jit
+def _entry(stack: PyTree, index: tuple[ArrayLike, ...]) -> PyTree:
     axes = len(index)
 
     def part(leaf: jax.Array) -> jax.Array:
         starts, sizes = (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:])
         return jax.lax.dynamic_slice(leaf, starts, sizes).reshape(leaf.shape[axes:])
 
-    return jax.tree.map(part, stack) if axes else stack
+    return jax.tree.map(part, stack)
 
 
 def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Cache, Context, Prefix, RowState, Tokens, VisionInput
@@ -112,7 +113,7 @@ def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int
     written = Tokens(prefix.lengths[:, None] + slots, (slots <= cache.length)[None])
     # Use a constant table: XLA would recompute sines and cosines in every layer, for every head of every token.
     with jax.ensure_compile_time_eval():
-        places = jnp.arange(prefix.tokens.mask.shape[1] + len(slots), dtype=jnp.int32)
+        places = np.arange(prefix.tokens.mask.shape[1] + len(slots), dtype=np.int32)
         table = jax.jit(architecture_of(config).rotation, static_argnums=0)(config, places)
     rotation = table and tuple(jnp.take(part, positions, axis=-2) for part in table)
     return Context(positions, prefix.tokens, completion, written, cache.length, rotation)

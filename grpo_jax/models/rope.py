@@ -92,7 +92,7 @@ def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array, *, pictures: bool = False) -> Rotation:
     """Return cosine and sine, f32 [..., head_dim / 2], of integer positions [...], or [..., 3] (time, row, column)."""
     positions = jnp.take(positions, axes(rope, head_dim), axis=-1) if pictures else positions[..., None]
-    table = jnp.asarray(frequencies(rope, head_dim))
+    table = frequencies(rope, head_dim)
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
     angles = positions.astype(jnp.float32) * table
     if rope.scaling == "longrope":  # beyond its end the result is NaN, never another model's rotation

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from grpo_jax.models.broadcast import is_main_process, process_count
 from grpo_jax.models.sharding import on_host
@@ -376,9 +377,12 @@ def _tokens(samples: Samples, place: Place) -> np.ndarray:
 
 def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
     """Derive one key per prompt, only from (seed, iteration, prompt id): typed key array [P]."""
-    stream_key = jax.random.fold_in(key, stream)
-    ids = jnp.asarray([row.id for row in rows], jnp.uint32)
-    return jax.vmap(lambda row_id: jax.random.fold_in(stream_key, row_id))(ids)
+    return _fold_in_each(key, np.uint32(stream), np.array([row.id for row in rows], np.uint32))
+
+
+@jax.jit
+def _fold_in_each(key: jax.Array, stream: ArrayLike, ids: ArrayLike) -> jax.Array:
+    return jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, stream)))(ids)
 
 
 def turn_keys(keys: jax.Array, turn: int) -> jax.Array:

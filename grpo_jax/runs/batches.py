@@ -90,16 +90,16 @@ def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objec
     In training, invalid completions earn the task's `invalid` value.
     """
     algorithm, invalid = ctx.config.algorithm, ctx.task_data.invalid
-    rewards, lengths = jax.device_put((rollout.rewards, rollout.lengths), ctx.policy_device)
     objectives = make_turn_objectives(
-        rewards,
-        lengths,
+        rollout.rewards,
+        rollout.lengths,
         algorithm,
         weights=ctx.rewards.weights,
         conditions=ctx.rewards.conditions,
         max_new_tokens=ctx.config.sampling.max_new_tokens,
         valid=rollout.valid_turns if training and invalid != "prompt" else None,
         fill=invalid == "worst",
+        device=ctx.policy_device,
     )
     if training and algorithm.advantage == "maxrl":
         require_binary(objectives)

@@ -261,9 +261,14 @@ def over_buckets(write: Callable[..., Written], policy: Policy, pad_id: int, len
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
         padded = pad_to_bucket(tokens, mask, keys, pad_id, shares=shares_of(policy))
         samples = write(numbered(variables), *padded, pad_rows(pictures, len(padded[0])))
-        return samples if len(padded[0]) == len(tokens) else jax.tree.map(lambda x: x[: len(tokens)], samples)
+        return samples if len(padded[0]) == len(tokens) else _first_rows(samples, len(tokens))
 
     return sample
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first_rows(tree: PyTree, rows: int) -> PyTree:
+    return jax.tree.map(lambda x: x[:rows], tree)
 
 
 def checked_prompts(
@@ -303,10 +308,15 @@ def pad_to_bucket(
     mask = np.pad(mask, ((0, 0), (more_tokens, 0)))
     if more_rows:
         tokens, mask = (np.pad(x, ((0, more_rows), (0, 0)), mode="edge") for x in (tokens, mask))
-        keys = keys[np.minimum(np.arange(rows + more_rows), rows - 1)]
+        keys = pad_rows(keys, rows + more_rows)
     return tokens, mask, keys, np.arange(rows + more_rows) < rows
 
 
 def pad_rows(tree: PyTree, rows: int) -> PyTree:
     """Repeat the last row of arrays [P, ..] up to `rows` rows; None stays None."""
+    return None if tree is None else _pad_rows(tree, rows)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pad_rows(tree: PyTree, rows: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.take(x, np.minimum(np.arange(rows), len(x) - 1), axis=0), tree)

@@ -184,10 +184,9 @@ def make_batch(
     def put(array: Array) -> jax.Array:
         return jax.device_put(trimmed(array, in_context), device)
 
-    mask = put(samples.mask)
+    mask = put(samples.mask & objectives.informative[:, None, None])
     if algorithm.mask_truncated:
         mask = without_truncated(mask, jax.device_put(samples.truncated, device))
-    mask &= jnp.asarray(objectives.informative)[:, None, None]
     shown = dict(rollout.pictures) if mesh is not None else jax.device_put(dict(rollout.pictures), device)
     tokens, logprobs = put(samples.tokens), put(samples.logprobs)
     batch = Batch(prompts[0], prompts[1], tokens, mask, rollout_logprobs=logprobs, pictures=shown)
@@ -238,11 +237,11 @@ def full_batch(config: Config, prompts: tuple[int, int]) -> Batch:
     if sampling.turns > 1:
         samples = samples._replace(present=mask, turn=zeros.astype(np.int32))
     turns = (*shape[:2], sampling.turns)
-    judged, lengths = jnp.zeros((*turns, 1), jnp.float32), jnp.ones(turns, jnp.int32)
+    judged, lengths = np.zeros((*turns, 1), np.float32), np.ones(turns, np.int32)
     options = {"weights": {"": 1.0}, "max_new_tokens": sampling.max_new_tokens}
     objectives, present = make_turn_objectives(judged, lengths, algorithm, **options), np.ones(prompts, bool)
-    objectives, rewards = objectives._replace(informative=present[:, 0]), np.asarray(judged)
-    rollout = Rollout([], [], rewards, rewards, samples, present.astype(np.int32), present)
+    objectives = objectives._replace(informative=present[:, 0])
+    rollout = Rollout([], [], judged, judged, samples, present.astype(np.int32), present)
     batch = make_batch(rollout, objectives, algorithm, full=True)
     return batch._replace(ref_logprobs=jnp.asarray(zeros)) if algorithm.teacher else batch
 

@@ -99,22 +99,23 @@ def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.
 
 
 def make_turn_objectives(
-    judged: jax.Array,
-    lengths: jax.Array,
+    judged: np.ndarray,
+    lengths: np.ndarray,
     section: AlgorithmSection,
     *,
     valid: np.ndarray | None = None,
+    device: jax.Device | None = None,
     **options: Any,
 ) -> Objectives:
-    """Apply `make_objectives` (with its `options`) to each turn of episodes separately.
+    """Apply `make_objectives` (with its `options`) to each turn of episodes separately, on a device.
 
     `judged` is f32 [P, G, U, N], NaN if the reward or the turn is missing. `lengths` are i32 [P, G, U] tokens and
     `valid` is bool [P, G, U]. If there are several turns, a missing turn has length 0 and is valid.
     """
     prompts, group, turns, _ = judged.shape
 
-    def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: one group for each turn
-        return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
+    def by_turn(array: np.ndarray) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: one group for each turn
+        return jax.device_put(np.moveaxis(array, 2, 1).reshape(prompts * turns, group, *array.shape[3:]), device)
 
     readable = None if valid is None else by_turn(valid)
     objectives = make_objectives(by_turn(judged), by_turn(lengths), section, valid=readable, **options)

@@ -50,7 +50,7 @@ class TensorPlace(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def shapes(config: ModelConfig) -> dict[str, PyTree]:
     """Return the shapes of the decoder's parameters, without allocation."""
-    return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
+    return jax.eval_shape(lambda: init_variables(config, jax.random.key(0)))["params"]
 
 
 def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPlace]:

@@ -32,11 +32,9 @@ class OpenEnv:
     """A session of an OpenEnv server; `tool_class` makes a subclass with its address and its tool."""
 
     address: ClassVar[SplitResult]
-
-    def __init__(self) -> None:
-        self.done = False
-        self._reward = 0.0
-        self._socket: Any = None
+    done = False
+    _reward = 0.0
+    _socket: Any = None
 
     async def reset(self, seed: int) -> str:
         """Open the session and begin an episode; return the text of its observation. EnvError if that fails."""
@@ -54,7 +52,7 @@ class OpenEnv:
             with suppress(Exception):
                 await self._socket.close()
 
-    async def take(self, action: Mapping[str, Any]) -> str:
+    async def _take(self, action: Mapping[str, Any]) -> str:
         """Take an action; return the text of the observation.
 
         Raises:
@@ -140,7 +138,7 @@ def tool_class(name: str) -> type[OpenEnv]:
         raise UserError(f"data.tools: {wrong}; is it an OpenEnv server, and does it run?") from error
 
     async def step(self: OpenEnv, **action: Any) -> str:
-        return await self.take(action)
+        return await self._take(action)
 
     about = schema.get("description") or "Take a step in the environment."
     parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}

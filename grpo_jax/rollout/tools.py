@@ -22,12 +22,12 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import EnvError, Episode, Observation
-from grpo_jax.rollout.openenv import PREFIX, OpenEnv, tool_class
+from grpo_jax.rollout.openenv import PREFIX, tool_class
 from grpo_jax.rollout.prompts import read_content
-from grpo_jax.rollout.rewards import Columns, accepted_arguments
+from grpo_jax.rollout.rewards import Columns, accepted_arguments, arguments_of
 from grpo_jax.rollout.user_code import BadReturn, all_finished, call_async
 
-_RESERVED = ("reset", "get_reward")  # methods that are not tools
+_RESERVED = ("reset", "get_reward", "close")  # methods that are not tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Only an object with arguments is a call; an object truncated before them may be one.
 _ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
@@ -113,10 +113,9 @@ class Toolbox:
         with failures_as(describe):
             example = make()
         self.make, self.kind = make, type(example)
-        reserved = {*_RESERVED, *(vars(OpenEnv) if issubclass(self.kind, OpenEnv) else ())}
         for name in dir(self.kind):
             member = inspect.getattr_static(self.kind, name)
-            if name in reserved or name.startswith("_"):
+            if name in _RESERVED or name.startswith("_"):
                 continue
             if isinstance(member, staticmethod | classmethod):
                 self._add(f"{path}.{name}", getattr(self.kind, name))
@@ -233,12 +232,14 @@ class ToolEpisode:
     async def reset(self, seed: int) -> str | list[Any]:
         """Begin the episode of a row with columns of its own; return the text or content parts for its prompt.
 
-        The seed also seeds Python's `random`, but not for an `async def`: several of them run at a time.
+        A required argument `seed` that is no column is the seed. It also seeds Python's `random`, but not for an
+        `async def`: several of them run at a time.
         """
         assert self._tools.make is not None
         self.object = self._tools.make()
         columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        columns |= {"seed": seed} if isinstance(self.object, OpenEnv) else {}
+        if "seed" in arguments_of(self.object.reset, required=True):
+            columns.setdefault("seed", seed)
 
         def begin() -> object:
             state = random.getstate()
@@ -257,25 +258,23 @@ class ToolEpisode:
         return content if sources else "".join(map(str, parts))
 
     async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
-        """Run the tool calls of a completion; without a call the episode ends.
+        """Run the tool calls of a completion; the episode ends without a call, or once a class's `done` is true.
 
         `get_reward` is called at the episode's end, also if this turn is `final`, or after each turn if the class says
-        so.
+        so; `close` follows at the end.
         """
         observation = await self._tools.call(text, self.object)
-        session = self.object if isinstance(self.object, OpenEnv) else None
-        done = observation is None or (session is not None and session.done)
-        ends = done or final or getattr(self.object, "reward_each_turn", False)
-        judged = ends and hasattr(self.object, "get_reward")
-        reward = await call_async(self.object.get_reward) if judged else None
-        if session is not None and ends:
-            await session.close()
+        done = observation is None or (hasattr(self._tools.kind, "done") and bool(self.object.done))
+        judged = done or final or getattr(self.object, "reward_each_turn", False)
+        reward = await call_async(self.object.get_reward) if judged and hasattr(self.object, "get_reward") else None
+        if (done or final) and hasattr(self.object, "close"):
+            await call_async(self.object.close)
         return observation, reward, done
 
     async def first_prompt(self, seed: int) -> str | list[Any]:
-        """Return the text of `reset`; a session ends."""
+        """Return the text of `reset`, and close the object."""
         try:
             return await self.reset(seed)
         finally:
-            if isinstance(self.object, OpenEnv):
-                await self.object.close()
+            if hasattr(self.object, "close"):
+                await call_async(self.object.close)

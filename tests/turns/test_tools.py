@@ -553,6 +553,55 @@ def test_a_reset_may_be_async_and_return_content_parts():
     assert episodes.runner.step([row] * 3, again) == [None] * 3  # each began with the text of its prompt
 
 
+class Pile:
+    """Ends by itself, and counts its open objects."""
+
+    done, open = False, []
+
+    def reset(self, seed: int, **row) -> str:
+        self.open.append(self)
+        self.left = seed
+        return f"{seed} left"
+
+    def take(self) -> int:
+        """Takes one."""
+        self.left -= 1
+        self.done = self.left == 0
+        return self.left
+
+    async def get_reward(self) -> float:
+        assert self in self.open
+        return float(self.done)
+
+    def close(self) -> None:
+        self.open.remove(self)
+
+
+def test_a_class_may_end_its_episode_take_the_seed_and_be_closed():
+    episodes = episodes_with(Pile)
+    (box,) = episodes.boxes.values()
+    assert [schema["function"]["name"] for schema in box.schemas] == ["take"]
+    row = episodes.start_episode(Row(2, "Take all: "))
+    assert row.prompt == "Take all: 2 left" and not Pile.open
+    assert episodes.start_episode(Row(3, "", {"seed": 7})).prompt == "7 left"
+
+    def play(*texts, final=False):
+        memory, columns = {}, {name: [value] for name, value in row.columns.items()}
+        for number in range(1, len(texts) + 1):
+            turns = tuple(map(Turn, texts[:number]))
+            episode = Episode(turns, final and number == len(texts), memory=memory)
+            (seen,) = episodes.runner.step([row], [episode])
+        return seen, episodes.runner.reward(**columns, episodes=[episode])[0]
+
+    assert play(call("take"), call("take")) == (None, 1.0) and not Pile.open
+    assert play(call("take"), "I give up") == (None, 0.0) and not Pile.open
+    seen, reward = play(call("take"), final=True)
+    assert seen.text == "1" and reward == 0.0 and not Pile.open
+    seen, reward = play(call("take"))
+    assert seen.text == "1" and reward is None and len(Pile.open) == 1
+    Pile.open.clear()
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_reset_shows_pictures_behind_the_rows_own(chat):
     class Shows(Waiting):

@@ -46,7 +46,7 @@ class OpenEnv:
         """Return the sum of the steps' rewards."""
         return self._reward
 
-    async def close(self) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """End the session."""
         if self._socket is not None:
             with suppress(Exception):

@@ -27,7 +27,7 @@ from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.rewards import Columns, accepted_arguments, arguments_of
 from grpo_jax.rollout.user_code import BadReturn, all_finished, call_async
 
-_RESERVED = ("reset", "get_reward", "close")  # methods that are not tools
+_RESERVED = ("reset", "get_reward")  # methods that are not tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Only an object with arguments is a call; an object truncated before them may be one.
 _ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
@@ -261,20 +261,24 @@ class ToolEpisode:
         """Run the tool calls of a completion; the episode ends without a call, or once a class's `done` is true.
 
         `get_reward` is called at the episode's end, also if this turn is `final`, or after each turn if the class says
-        so; `close` follows at the end.
+        so; `__aexit__` follows at the end.
         """
         observation = await self._tools.call(text, self.object)
-        done = observation is None or (hasattr(self._tools.kind, "done") and bool(self.object.done))
+        ended = hasattr(self._tools.kind, "done") and self.object.done
+        done = observation is None or bool(ended and not callable(ended))  # a tool may have that name
         judged = done or final or getattr(self.object, "reward_each_turn", False)
         reward = await call_async(self.object.get_reward) if judged and hasattr(self.object, "get_reward") else None
-        if (done or final) and hasattr(self.object, "close"):
-            await call_async(self.object.close)
+        if done or final:
+            await self._leave()
         return observation, reward, done
 
     async def first_prompt(self, seed: int) -> str | list[Any]:
-        """Return the text of `reset`, and close the object."""
+        """Return the text of `reset`, and leave the episode."""
         try:
             return await self.reset(seed)
         finally:
-            if hasattr(self.object, "close"):
-                await call_async(self.object.close)
+            await self._leave()
+
+    async def _leave(self) -> None:
+        if hasattr(self.object, "__aexit__"):
+            await self.object.__aexit__(None, None, None)

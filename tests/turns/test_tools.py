@@ -573,8 +573,31 @@ class Pile:
         assert self in self.open
         return float(self.done)
 
-    def close(self) -> None:
+    async def __aexit__(self, *error) -> None:
         self.open.remove(self)
+
+
+def test_tools_named_done_and_close_end_no_episode():
+    class Door:
+        """Has tools of such names."""
+
+        def reset(self, **row) -> None:
+            pass
+
+        def done(self) -> str:
+            """Says so."""
+            return "not yet"
+
+        def close(self) -> str:
+            """Closes the door."""
+            return "closed"
+
+    episodes = episodes_with(Door)
+    row, memory = episodes.start_episode(Row(0, "go")), {}
+    (seen,) = episodes.runner.step([row], [Episode((Turn(call("close")),), False, memory=memory)])
+    assert seen.text == "closed"
+    (seen,) = episodes.runner.step([row], [Episode((Turn(call("close")), Turn(call("done"))), False, memory=memory)])
+    assert seen.text == "not yet" and not seen.done
 
 
 def test_a_class_may_end_its_episode_take_the_seed_and_be_closed():

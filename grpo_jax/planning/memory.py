@@ -108,6 +108,11 @@ class PolicyMemory(NamedTuple):
     update: int = 0  # of the update and of log-probabilities, including gradients
     estimate: str = ""  # how sampling and update were estimated; empty if compiled in their own dtype
 
+    @property
+    def held(self) -> int:
+        """Return the bytes held all the time."""
+        return self.weights + self.optimizer + self.reference + self.rollout_weights
+
 
 def plan_policy(
     config: Config,

@@ -21,7 +21,10 @@ from grpo_jax.core.advantages import (
 )
 from grpo_jax.core.returns import normalised_returns
 
-gdpo_advantages, group_advantages = map(compiled, (gdpo_advantages, group_advantages))
+gdpo_advantages, group_advantages, batch_whitened_advantages, leave_one_out_advantages = map(
+    compiled, (gdpo_advantages, group_advantages, batch_whitened_advantages, leave_one_out_advantages)
+)
+normalised_returns, raft_advantages, sum_rewards = map(compiled, (normalised_returns, raft_advantages, sum_rewards))
 pytestmark = pytest.mark.usefixtures("strict")
 
 GDPO = jax.jit(gdpo_advantages, static_argnames=("weights", "eps", "whiten"))

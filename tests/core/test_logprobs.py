@@ -44,11 +44,13 @@ def mixed(function, hidden, head, tokens, **options):
 )
 def test_values_and_gradients_are_those_of_the_plain_formula(temperature, softcap, allowed, x64):
     hidden, head, tokens = inputs(1, dtype=np.float64, allowed=allowed)
-    expected = jax.grad(functools.partial(mixed, plain), (0, 1))(
-        hidden, head, tokens, temperature=temperature, allowed=allowed, softcap=softcap
-    )
+    options = {"temperature": temperature, "allowed": allowed, "softcap": softcap}
+    whole = functools.partial(plain, tokens=tokens, **options)
+    wanted, expected = jax.jit(
+        lambda h, w: (whole(h, w), jax.grad(functools.partial(mixed, plain), (0, 1))(h, w, tokens, **options))
+    )(hidden, head)
     values = token_logprobs(hidden, head, tokens, temperature=temperature, allowed_tokens=allowed, softcap=softcap)
-    for got, want in zip(values, plain(hidden, head, tokens, temperature, allowed, softcap), strict=True):
+    for got, want in zip(values, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10)
     for chunk in (7, 1024):
         got = jax.jit(
@@ -118,7 +120,7 @@ def test_large_logits_are_safe():
     logprobs, entropy = token_logprobs(hidden * np.float32(1e4), head, tokens)
     assert np.isfinite(logprobs).all()
     np.testing.assert_allclose(entropy, 0, atol=0.05)
-    slope = jax.grad(lambda h: mixed(token_logprobs, h, head, tokens))(hidden * np.float32(1e4))
+    slope = jax.jit(jax.grad(lambda h: mixed(token_logprobs, h, head, tokens)))(hidden * np.float32(1e4))
     assert np.isfinite(slope).all()
 
 

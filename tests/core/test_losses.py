@@ -18,6 +18,7 @@ from grpo_jax.core.losses import (
 )
 
 grpo_loss, sft_loss = map(compiled, (grpo_loss, sft_loss))
+PARTS = ("logprobs", "old", "advantages", "mask")
 pytestmark = pytest.mark.usefixtures("strict")
 
 
@@ -26,7 +27,8 @@ def test_loss_is_the_loop(choices, x64):
     for seed in range(2):
         parts = batch(seed, dtype=np.float64)
         for extras in ({}, EXTRAS):
-            (loss, _), _ = evaluate(parts, choices, **extras)
+            arrays = {"ref_logprobs": parts["ref"], "entropy": parts["entropy"]}
+            loss, _ = grpo_loss(*(parts[name] for name in PARTS), **arrays, **choices, **extras)
             np.testing.assert_allclose(loss, loop_loss(parts, choices, **extras), rtol=1e-12)
 
 

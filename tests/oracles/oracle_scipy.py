@@ -5,6 +5,7 @@ import numpy as np
 from oracles.oracle import Case, Compared, policy_batch
 from scipy import special, stats
 from sklearn.metrics import explained_variance_score
+from support.compiled import compiled
 
 from grpo_jax.core.advantages import batch_whitened_advantages, gdpo_advantages, group_advantages, groups_without_signal
 from grpo_jax.core.kl import kl_divergence
@@ -13,6 +14,12 @@ from grpo_jax.core.ppo import explained_variance
 from grpo_jax.core.returns import normalised_returns
 from grpo_jax.core.selection import groups_with_signal, high_entropy_mask
 
+group_advantages, batch_whitened_advantages, gdpo_advantages = map(
+    compiled, (group_advantages, batch_whitened_advantages, gdpo_advantages)
+)
+normalised_returns, masked_mean, masked_std, explained_variance = map(
+    compiled, (normalised_returns, masked_mean, masked_std, explained_variance)
+)
 SHAPE = (4, 6)
 
 

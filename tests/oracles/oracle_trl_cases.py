@@ -5,6 +5,7 @@ import numpy as np
 import torch
 from oracles.oracle import Case, Compared, policy_batch
 from oracles.oracle_trl import double, tensor, trl_loss, trl_scored
+from support.compiled import compiled
 from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import selective_log_softmax_and_entropy
@@ -37,17 +38,21 @@ BONUS = {"entropy_coef": 0.2, "_entropy_bonus_enabled": True}
 LOSS, SCORES = "GRPOTrainer._compute_loss", "GRPOTrainer._generate_and_score_completions"
 
 
-def our_loss(parts, choices, *, entropy_mask=1, **options):
-    """(value, gradients of log-probabilities and entropies, metrics)."""
+@compiled
+def slopes(logprobs, entropy, *batch, entropy_mask, **options):
+    """((value, metrics), gradients of log-probabilities and entropies)."""
 
     def loss(logprobs, entropy):
-        return grpo_loss(
-            logprobs, parts["old"], parts["advantages"], parts["mask"], entropy=entropy * entropy_mask,
-            **{"ref_logprobs": parts["ref"]} | choices | options,
-        )  # fmt: skip
+        return grpo_loss(logprobs, *batch, entropy=entropy * entropy_mask, **options)
 
-    slopes = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-    (value, metrics), gradients = slopes(parts["logprobs"], parts["entropy"])
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(logprobs, entropy)
+
+
+def our_loss(parts, choices, *, entropy_mask=1, **options):
+    """(value, gradients of log-probabilities and entropies, metrics)."""
+    arguments = (parts[name] for name in ("logprobs", "entropy", "old", "advantages", "mask"))
+    options = {"ref_logprobs": parts["ref"]} | choices | options
+    (value, metrics), gradients = slopes(*arguments, entropy_mask=entropy_mask, **options)
     return value, np.stack([np.asarray(g, np.float64) for g in gradients]), metrics
 
 

@@ -4,6 +4,7 @@ import numpy as np
 from oracles.oracle import Case, Compared, policy_batch
 from oracles.oracle_trl import tensor, trainer, trl_loss, trl_scored
 from oracles.oracle_trl_cases import BONUS, LOSS, RARE, SCORES, TRL_PRESETS, our_loss, random_rewards
+from support.compiled import compiled
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -19,6 +20,9 @@ from grpo_jax.core.selection import (
     without_truncated,
 )
 
+batch_whitened_advantages, leave_one_out_advantages, kl_penalised_rewards = map(
+    compiled, (batch_whitened_advantages, leave_one_out_advantages, kl_penalised_rewards)
+)
 SAMPLER = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 RLOO_SCORES = "RLOOTrainer._generate_and_score_completions"
 

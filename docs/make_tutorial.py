@@ -15,14 +15,12 @@ import io
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 from PIL import Image
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 PAGES = sorted((HERE / "tutorial").glob("[0-9]_*.py"))
@@ -33,7 +31,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00")
 STYLE = {
     **{"font.size": 10, "axes.titlesize": 10.5, "axes.spines.top": False, "axes.spines.right": False},
     **{"lines.linewidth": 1.8, "legend.frameon": False, "figure.constrained_layout.use": True, "savefig.dpi": 110},
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.prop_cycle": f"cycler(color={COLOURS})",
 }
 
 
@@ -77,6 +75,11 @@ def read_cells(text: str) -> list[Cell]:
 
 def run_cells(path: Path, cells: list[Cell], images: Path | None = None) -> list[Outcome]:
     """Runs the cells of code one after the other, in one namespace; saves what they draw if told where."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     namespace: dict[str, Any] = {"__name__": path.stem}
     outcomes, number = [], 0
     with plt.rc_context(STYLE):

@@ -33,7 +33,6 @@ SMALL = (
 )
 LORA = ("--policy.lora.rank=2", "--policy.frozen_dtype=bfloat16")
 MODEL = read_model_config(TINY)
-TOWER = jax.eval_shape(lambda: init_tower(MODEL.vision, jax.random.key(0)))
 ONE = Shown(prompt=1, observations=0, patches=64)
 
 
@@ -50,6 +49,12 @@ def update_batch(config, shown=None):
     return batch_shapes(config, policy, state_shapes(config, MODEL, None, pictures=shown is not None), shown)
 
 
+@pytest.fixture(scope="module")
+def tower():
+    """The shapes of its parameters."""
+    return jax.eval_shape(lambda: init_tower(MODEL.vision, jax.random.key(0)))
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A policy's config.json, and how its pictures are prepared."""
@@ -59,27 +64,27 @@ def folder(tmp_path):
     return tmp_path / "policy"
 
 
-def test_a_tower_is_counted_where_there_are_pictures():
+def test_a_tower_is_counted_where_there_are_pictures(tower):
     text, seen = (held(configured(), pictures=pictures) for pictures in (False, True))
-    assert seen.weights - text.weights == tree_bytes(TOWER)
+    assert seen.weights - text.weights == tree_bytes(tower)
     assert (seen.trained, seen.optimizer) == (text.trained, text.optimizer)
     narrow = held(configured("--policy.frozen_dtype=bfloat16"), pictures=True)
-    assert seen.weights - narrow.weights == tree_bytes(TOWER) // 2
+    assert seen.weights - narrow.weights == tree_bytes(tower) // 2
 
 
-def test_a_trained_tower_has_moments():
+def test_a_trained_tower_has_moments(tower):
     text, trained = held(configured()), held(configured("--policy.vision=train"))
-    assert trained.trained - text.trained == trained.parameters - text.parameters == count_weights(TOWER)
-    assert trained.optimizer - text.optimizer == 2 * tree_bytes(TOWER)
+    assert trained.trained - text.trained == trained.parameters - text.parameters == count_weights(tower)
+    assert trained.optimizer - text.optimizer == 2 * tree_bytes(tower)
 
 
-def test_adapters_on_the_tower_are_trained():
+def test_adapters_on_the_tower_are_trained(tower):
     text = held(configured(*LORA))
     both = held(configured(*LORA, "--policy.lora.vision=true"))
     kernels = {"qkv": (16, 48), "proj": (16, 16), "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16)}
     adapters = sum(2 * 2 * sum(shape) for shape in kernels.values())  # two layers of rank 2
     assert both.trained - text.trained == adapters
-    assert both.weights - text.weights == tree_bytes(TOWER) // 2 + 4 * adapters
+    assert both.weights - text.weights == tree_bytes(tower) // 2 + 4 * adapters
 
 
 def test_an_update_takes_states_or_pictures():
@@ -101,11 +106,11 @@ def test_an_update_takes_states_or_pictures():
     assert not update_batch(configured()).pictures
 
 
-def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):
+def test_the_plan_says_what_is_seen(folder, tower, not_compiled, capsys, tmp_path):
     rows = write_rows(tmp_path / "data", [{"prompt": f"say {i}", "image": picture(i)} for i in range(8)])
     arguments = [*SMALL, f"--policy.path={folder}", "--task=text", f"--data.prompts={rows}"]
     assert main([*arguments, "--rewards=[{name: 'judge.py:letters'}]", "--plan", "--device_memory_gib=16"]) == 0
-    size = count_weights(TOWER)
+    size = count_weights(tower)
     assert f"vision tower: {size:,} parameters, frozen; pictures of 16 tokens: 1 in a prompt" in capsys.readouterr().out
     config = parse(arguments)
     assert read_shown(config, read_shape(str(folder)))[0] == ONE

@@ -92,7 +92,6 @@ def shipped(path):
     return Case(path.stem, fields, (f"--config={path}",))
 
 
-CASES = [*map(shipped, CONFIGS), *METHODS]
 KERNEL = r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"'
 WORDS = [f"word{i}" for i in range(500)]
 
@@ -122,9 +121,9 @@ def configured(case, folder):
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CONFIGS, *METHODS], ids=lambda case: getattr(case, "stem", "") or case.name)
 def test_a_runs_programs_compile(case, target, tmp_path):
-    config = configured(case, tmp_path)
+    config = configured(case if isinstance(case, Case) else shipped(case), tmp_path)
     section = config.policy.mesh
     chosen = Target(target, section.size)
     devices = open_devices(chosen)

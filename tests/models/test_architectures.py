@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -122,13 +123,18 @@ def test_an_own_block_samples_what_its_forward_computes(monkeypatch):
     monkeypatch.setitem(architectures.ARCHITECTURES, "own", OWN)
     config, lora = OwnConfig(97, 24, 32, 2, 3, 40), LoraConfig(2, 4.0, ("q", "down"))
     policy = Policy(config, lora=lora)
-    variables = init_variables(config, jax.random.key(1), lora=lora)
-    variables["lora"] = jax.tree.map(lambda x: x + 0.05, variables["lora"])
+    variables = jax.jit(partial(init_variables, config, lora=lora))(jax.random.key(1))
+    variables["lora"] = jax.tree.map(lambda x: np.asarray(x) + np.float32(0.05), variables["lora"])
     tokens, mask = reference.group_batch()[:2]
     sample = make_sampler(policy, SamplingParams(2, 6), eos_ids=(96,), pad_id=0)
     samples = sample(variables, tokens, mask, jax.random.split(jax.random.key(0), 3))
-    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
-    logprobs, _ = policy.token_logprobs(variables, hidden, samples.tokens, temperature=1.0)
+
+    @jax.jit
+    def read(variables):
+        hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
+        return policy.token_logprobs(variables, hidden, samples.tokens, temperature=1.0)[0]
+
+    logprobs = read(variables)
     np.testing.assert_allclose(np.where(samples.mask, logprobs, 0), samples.logprobs, atol=1e-5)
 
 

@@ -103,8 +103,8 @@ def test_llamas_weights_are_drawn_as_the_config_says():
     params = drawn(QWEN2 | dict(initializer_range=0.2))
     np.testing.assert_allclose(np.std(params["layers"]["up_proj"]["kernel"], axis=(1, 2)), 0.2, rtol=0.1)
     assert not np.array_equal(*params["layers"]["up_proj"]["kernel"])
-    assert float(jnp.abs(params["layers"]["q_proj"]["bias"]).max()) == 0
-    assert float(jnp.abs(params["norm"]["scale"] - 1).max()) == 0
+    assert float(np.abs(params["layers"]["q_proj"]["bias"]).max()) == 0
+    assert float(np.abs(params["norm"]["scale"] - 1).max()) == 0
 
 
 def test_gpt2s_weights_are_drawn_as_the_paper_says():
@@ -113,4 +113,4 @@ def test_gpt2s_weights_are_drawn_as_the_paper_says():
     spread = {name: float(jnp.std(own["kernel"])) for name, own in params["layers"].items() if "kernel" in own}
     assert spread == pytest.approx(dict(c_attn=0.2, c_fc=0.2, attn_c_proj=0.05, mlp_c_proj=0.05), rel=0.05)
     assert float(jnp.std(params["embed_positions"])) == pytest.approx(0.2, rel=0.05)
-    assert float(jnp.abs(params["layers"]["ln_1"]["scale"] - 1).max()) == 0
+    assert float(np.abs(params["layers"]["ln_1"]["scale"] - 1).max()) == 0

@@ -14,8 +14,9 @@ TRL runs with gradient checkpointing off and on, grpo_jax with `policy.remat` as
 gradient checkpointing; after the first round only the faster goes on. Compared are the times of each library's fastest
 variant, and the memory of the one that takes least; where completions end by themselves (`unequal`) a time is that of a
 token. `ours_bfloat16` is grpo_jax with `policy.matmul_precision: bfloat16`, `trl_bfloat16` TRL with `bf16`, both over
-float32 weights: libraries of their own, named with `--libraries`. A worker that fails is reported, and makes the exit
-status 1. Writes JSON and prints tables.
+float32 weights: libraries of their own, named with `--libraries`. So is `tunix`, in an environment of its own
+(`--tunix_python`, with google-tunix and jax), whose gradient checkpointing is `decoder`. A peer without its package is
+skipped with one line. A worker that fails is reported, and makes the exit status 1. Writes JSON and prints tables.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ VARIANTS = {
     "trl": ("plain", "checkpointing"),
     "ours_bfloat16": ("bfloat16",),
     "trl_bfloat16": ("bfloat16",),
+    "tunix": ("", "decoder"),
 }
+PACKAGES = {"tunix": "google-tunix jax"}  # of peers that may be absent, for pip
 # Rounds and timed iterations of each case: the whole takes some 40 minutes on two cores.
 PLAN = {
     "small": (2, 3),
@@ -51,7 +54,13 @@ PLAN = {
     "tiny-unequal": (1, 1),
     "tiny": (1, 1),
 }
-PAIRS = [("ours", "trl"), ("ours_bfloat16", "trl"), ("ours_bfloat16", "trl_bfloat16"), ("ours_bfloat16", "ours")]
+PAIRS = [
+    ("ours", "trl"),
+    ("ours_bfloat16", "trl"),
+    ("ours_bfloat16", "trl_bfloat16"),
+    ("ours_bfloat16", "ours"),
+    ("ours", "tunix"),
+]
 TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of every worker
 
 
@@ -171,6 +180,12 @@ def run_worker(library: str, given: work.Assignment, python: str, env: dict[str,
         said = (done.stderr or done.stdout).strip().splitlines()[-15:]
         return {"error": f"exit status {done.returncode}: " + "\n".join(said)}
     return {**json.loads(given.out.read_text()), "process_seconds": time.perf_counter() - start}
+
+
+def absent(library: str, python: str) -> bool:
+    """Whether a peer that may be absent has no package in its environment."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({library!r}) is None)"
+    return library in PACKAGES and subprocess.run([python, "-c", code]).returncode != 0
 
 
 def measure(
@@ -306,14 +321,17 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--python", default=sys.executable, help="with grpo_jax")
     parser.add_argument("--trl_python", default=sys.executable, help="with the extra `oracles`")
+    parser.add_argument("--tunix_python", default=sys.executable, help="with google-tunix and jax")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "grpo_iteration.json")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     chosen = options()
-    pythons = {"ours": chosen.python, "trl": chosen.trl_python}
+    pythons = {"ours": chosen.python, "trl": chosen.trl_python, "tunix": chosen.tunix_python}
     libraries = {name: pythons[name.partition("_")[0]] for name in chosen.libraries}
+    for name in [name for name, python in libraries.items() if absent(name, python)]:
+        print(f"{name}: skipped; {libraries.pop(name)} -m pip install {PACKAGES[name]}", file=sys.stderr)
     outcome = {"machine": machine(), "clock": chosen.clock, "tunables": TUNABLES, "results": []}
     with tempfile.TemporaryDirectory() as root:
         for name in chosen.cases:

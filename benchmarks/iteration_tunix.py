@@ -80,9 +80,7 @@ def make_learner(given: work.Assignment) -> TimedLearner:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(given.folder))
     tokenizer.pad_token = "<pad>"  # outside the vocabulary: Tunix masks every token that equals it
     training = rl_cluster.RLTrainingConfig(
-        actor_optimizer=optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(case.learning_rate, weight_decay=0.0)
-        ),
+        actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(case.learning_rate, weight_decay=0.0)),
         eval_every_n_steps=given.iterations + 1,
         max_steps=given.iterations,
     )
@@ -115,6 +113,8 @@ def make_learner(given: work.Assignment) -> TimedLearner:
 
 if __name__ == "__main__":
     given = work.assignment()
+    if given.case.picture:
+        raise SystemExit("Tunix has no Qwen2-VL: take a case without pictures")
     learner = make_learner(given)
     learner.train([{"prompts": np.array(work.prompt_texts(given.case, i))} for i in range(given.iterations)])
     rows, case = learner.rl_cluster.rows, given.case

@@ -51,15 +51,15 @@ RAY_WARNINGS = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """What is marked wide runs where it is asked for; Ray's warnings are no errors."""
+    """What is marked wide or realmodel runs where it is asked for; Ray's warnings are no errors."""
     for item in items:
         if item.get_closest_marker("ray"):
             for warning in RAY_WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(warning))
-    if "wide" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("wide")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    unasked = [mark for mark in ("wide", "realmodel") if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(optionalhook=True)

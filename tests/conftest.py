@@ -168,11 +168,14 @@ def x64():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray cluster on this machine, which this process belongs to: started once, and left for the next module."""
-    pytest.importorskip("ray")
+    """A Ray cluster on this machine, which this process belongs to; idle it would take a CPU second each minute."""
+    ray = pytest.importorskip("ray")
     from bridges import ray_cluster
 
     ray_cluster.join(None, object_store=256 * 2**20)
+    yield
+    ray.shutdown()
+    gc.collect()  # its processes, which Ray does not wait for, while their warnings are no errors
 
 
 @pytest.fixture(scope="module")

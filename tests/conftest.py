@@ -20,6 +20,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if "XLA_FLAGS" not in os.environ:
         os.environ["XLA_FLAGS"] = known_flags()
+else:
+    # Registered first, called last: to take apart all that was imported and compiled takes many seconds.
+    atexit.register(os._exit, 0)
 # Of torch, whose threads wait for each other by spinning: beside other workers that is ten times the work
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray reads these when it is imported, which some tests do before the code that sets them
@@ -86,8 +89,11 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    """At the interpreter's end some libraries count what the collector has not taken, and complain."""
-    gc.unfreeze()
+    """At the interpreter's end some libraries count what the collector has not taken, and complain.
+
+    A worker, which has sent its results, skips that end, and the collection before it.
+    """
+    (gc.freeze if "PYTEST_XDIST_WORKER" in os.environ else gc.unfreeze)()
 
 
 GIB = 2**30

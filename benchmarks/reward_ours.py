@@ -1,4 +1,4 @@
-"""A run of grpo_jax on the sums by `grpo_jax.run`; a worker of time_to_reward.py.
+"""A run of grpo_jax by `grpo_jax.run`; a worker of time_to_reward.py and reasoning_gym_tasks.py.
 
 Variants: values of `policy.remat`.
 """
@@ -20,7 +20,7 @@ def config_of(given: task.Assignment) -> Config:
         seed=given.seed,
         policy={"path": str(given.folder), "lora": lora, "remat": given.variant},
         data={"prompts": str(given.rows), "held_out": 0.0},
-        sampling={"group_size": task.GROUP, "max_new_tokens": task.NEW_TOKENS, "temperature": 1.0},
+        sampling={"group_size": task.GROUP, "max_new_tokens": given.new_tokens, "temperature": given.temperature},
         algorithm={"preset": "grpo", "advantage": "grpo", "scale": "group", "kl_coef": 0.0},
         optimizer={
             "learning_rate": task.RATE,
@@ -36,10 +36,10 @@ def config_of(given: task.Assignment) -> Config:
 
 if __name__ == "__main__":
     given = task.assignment()
-    stopwatch = task.Stopwatch(given)
+    stopwatch, metric = task.Stopwatch(given), f"reward/{given.function.__name__}/mean"
     run(
         config_of(given),
-        rewards=[task.digits],
-        on_iteration=lambda event: stopwatch.step(event.metrics["reward/digits/mean"]),
+        rewards=[given.function],
+        on_iteration=lambda event: stopwatch.step(event.metrics[metric]),
     )
     stopwatch.write(("grpo_jax", "jax", "jaxlib", "flax", "optax"))

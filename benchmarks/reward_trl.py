@@ -1,4 +1,4 @@
-"""A run of TRL's GRPOTrainer on the sums, with PEFT's LoRA; a worker of time_to_reward.py.
+"""A run of TRL's GRPOTrainer with PEFT's LoRA; a worker of time_to_reward.py and reasoning_gym_tasks.py.
 
 Variants: "plain", and "checkpointing" (gradient checkpointing).
 """
@@ -29,13 +29,14 @@ class Watch(TrainerCallback):
 def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrainer:
     # In the order in which grpo_jax draws them with this seed.
     rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
-    prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["prompt"] = [task.chat(prompt) for prompt in columns["prompt"]]
     config = GRPOConfig(
         output_dir=str(given.out.with_suffix(".trainer")),
         seed=given.seed,
         per_device_train_batch_size=task.PROMPTS * task.GROUP,
         num_generations=task.GROUP,
-        max_completion_length=task.NEW_TOKENS,
+        max_completion_length=given.new_tokens,
         max_steps=given.steps,
         num_iterations=1,
         loss_type="grpo",
@@ -47,7 +48,7 @@ def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrain
         adam_beta2=task.BETA2,
         weight_decay=0.0,
         max_grad_norm=task.CLIP_NORM,
-        temperature=1.0,
+        temperature=given.temperature,
         top_p=1.0,
         top_k=0,
         gradient_checkpointing=given.variant == "checkpointing",
@@ -63,9 +64,9 @@ def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrain
     )
     return GRPOTrainer(
         str(given.folder),
-        task.digits,
+        given.function,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [row["answer"] for row in rows]}),
+        train_dataset=Dataset.from_dict(columns),
         peft_config=LoraConfig(
             r=task.RANK, lora_alpha=task.ALPHA, target_modules=list(task.TARGETS), task_type="CAUSAL_LM"
         ),

@@ -1,16 +1,17 @@
-"""The task of time_to_reward.py, the same for both libraries: sums, reward, settings, and report.
+"""The work of runs beside TRL, the same for both libraries: sums, reward, settings, and report.
 
-Imported by the workers and by `time_to_reward.py`: the standard library, and `iteration_work`.
+Imported by the workers, `time_to_reward.py` and `reasoning_gym_tasks.py`: the standard library, and `iteration_work`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def sums() -> list[dict[str, str]]:
     return [{"prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)} for a, b in pairs]
 
 
+def chat(prompt: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    """A prompt as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def share(text: str, answer: str) -> float:
     """The share of the digits of a text's last number that are those of the answer."""
     number = (re.findall(r"\d+", text) or [""])[-1]
@@ -43,7 +49,7 @@ def digits(prompts: list[str], completions: list[str], answer: list[str], **_: o
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's assignment: folder, prompts, seed, number of steps, variant, time of its start."""
+    """A worker's assignment: folder, prompts, seed, steps, variant, time of its start, reward, sampling."""
 
     folder: Path
     rows: Path
@@ -52,6 +58,15 @@ class Assignment:
     variant: str
     started: float
     out: Path
+    reward: str = "reward_work:digits"
+    temperature: float = 1.0
+    new_tokens: int = NEW_TOKENS
+
+    @property
+    def function(self) -> Callable[..., list[float]]:
+        """The reward, by its import path."""
+        module, _, name = self.reward.partition(":")
+        return getattr(importlib.import_module(module), name)
 
     def command_line(self) -> list[str]:
         return [text for name, value in vars(self).items() for text in (f"--{name}", str(value))]
@@ -62,8 +77,9 @@ def assignment(arguments: Sequence[str] | None = None) -> Assignment:
     parser = argparse.ArgumentParser()
     for name, kind in (("folder", Path), ("rows", Path), ("seed", int), ("steps", int), ("variant", str)):
         parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--started", type=float, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    further = (("started", float), ("out", Path), ("reward", str), ("temperature", float), ("new_tokens", int))
+    for name, kind in further:
+        parser.add_argument(f"--{name}", type=kind, required=True)
     return Assignment(**vars(parser.parse_args(arguments)))
 
 

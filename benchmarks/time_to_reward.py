@@ -49,11 +49,10 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def drawn(seed: int, steps: int) -> list[dict[str, str]]:
+def drawn(seed: int, steps: int, rows: list[dict]) -> list[dict]:
     """The rows of all steps, in the order in which grpo_jax draws them."""
     from grpo_jax.rollout.data import batch_at
 
-    rows = task.sums()
     places = [batch_at(seed, step, batch_size=task.PROMPTS, n=len(rows)) for step in range(steps)]
     return [rows[place] for batch in places for place in batch]
 
@@ -61,7 +60,7 @@ def drawn(seed: int, steps: int) -> list[dict[str, str]]:
 def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, core: int) -> dict:
     """One process of one library, or its report from an earlier call."""
     name = f"{library}-{variant}-{seed}-{steps}"
-    rows = task.sums() if library == "ours" else drawn(seed, steps)
+    rows = task.sums() if library == "ours" else drawn(seed, steps, task.sums())
     out = work.resolve() / f"{name}.json"
     given = task.Assignment(make_folder(work / "smollm2"), out.with_suffix(".jsonl"), seed, steps, variant, 0.0, out)
     report = called(f"reward_{library}.py", given, rows, core)
@@ -69,15 +68,18 @@ def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, co
     return report
 
 
-def called(script: str, given: task.Assignment, rows: list[dict[str, str]], core: int) -> dict:
-    """Return a script's report on its assignment, run in its own process on that core, or by an earlier call."""
+def called(script: str, given: task.Assignment, rows: list[dict], core: int, cache: Path | None = None) -> dict:
+    """Return a script's report on its assignment, run in its own process on that core, or by an earlier call.
+
+    Compiled programs come from `cache`; without it each run compiles its own.
+    """
     out = given.out
     if not out.exists():
         given.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
         shutil.rmtree(out.with_suffix(".run"), ignore_errors=True)  # of a run that was cut off
         shutil.rmtree(out.with_suffix(".cache"), ignore_errors=True)
         command = ["taskset", "-c", str(core), sys.executable, str(BENCHMARKS / script)]
-        env = {**grpo_iteration.environment(1), "XDG_CACHE_HOME": str(out.with_suffix(".cache"))}
+        env = {**grpo_iteration.environment(1), "XDG_CACHE_HOME": str(cache or out.with_suffix(".cache"))}
         with out.with_suffix(".log").open("w") as log:
             given = dataclasses.replace(given, started=time.time())
             subprocess.run([*command, *given.command_line()], env=env, check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -86,7 +88,7 @@ def called(script: str, given: task.Assignment, rows: list[dict[str, str]], core
 
 def greedy(work: Path, core: int, best: dict[str, str], seeds: list[int]) -> dict[str, dict]:
     """Greedy answers before training and behind each run, to `HELD` prompts that none of the runs drew."""
-    seen = {row["prompt"] for seed in seeds for row in drawn(seed, STEPS)}
+    seen = {row["prompt"] for seed in seeds for row in drawn(seed, STEPS, task.sums())}
     rows = [row for row in task.sums() if row["prompt"] not in seen]
     rows = rows[:: len(rows) // HELD][:HELD]
     adapters = {

@@ -20,6 +20,8 @@ RUNS = {
     "joint": f"--arms shuffled canonical --seeds 1 --out FOLDER {SHORT}",
     "several_rewards": f"--arms shuffled --scales 1 --seeds 1 --out FOLDER {SHORT}",
     "several_rewards_text": f"--arms grpo_conditioned {MODEL}",
+    "reasoning_gym_tasks": "--tasks sums products --arms exact --model FOLDER/model --seeds 1 --steps 1"
+    f" --held 2 --out FOLDER {SHORT} --data.max_prompt_tokens 600",
     "small_writer": f"--arms shuffled {MODEL} --data.max_prompt_tokens 600 --sft.steps 1 --sft.batch 2",
     "grpo_iteration": "--cases tiny --threads 1 --rounds 1 --iterations 1 --out FOLDER/out.json",
     "evidence/vision": f"--arms seeing --seeds 0 --out FOLDER {SHORT}",
@@ -88,10 +90,26 @@ def test_the_small_writer_compares_arms_on_shared_seeds(monkeypatch):
     assert lines[3].startswith("| sft | 32 |  | 0.600 | 0.600 | +0.200 |  |")
 
 
+def test_the_control_of_reasoning_gym_permutes_within_a_row(monkeypatch):
+    pytest.importorskip("reasoning_gym", reason="needs grpo_jax[environments]")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import reasoning_gym_tasks
+
+    prompts, texts = [*"aaaaaaaab"], [*"11110000", "1"]
+    columns = {"answer": ["1"] * 9, "metadata": [{"source_index": n // 8} for n in range(9)]}
+    columns["dataset"] = ["chain_sum"] * 9
+    scores = [1.0] * 4 + [0.0] * 4 + [1.0]
+    assert reasoning_gym_tasks.right(prompts, texts, **columns) == scores
+    permuted = reasoning_gym_tasks.shuffled(prompts, texts, **columns)
+    assert permuted != scores and sorted(permuted[:8]) == sorted(scores[:8]) and permuted[8] == 1.0
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_runs(name, tmp_path):
     """At its smallest, by its command."""
+    if name == "reasoning_gym_tasks":
+        pytest.importorskip("reasoning_gym", reason="needs grpo_jax[environments]")
     if "--model" in RUNS[name]:
         from support.tiny_models import causal_lm
 

@@ -5,6 +5,7 @@ python docs/make_figures.py --run runs/my_run              # writes docs/images/
 python docs/make_figures.py --run runs/my_refinement       # a run of several turns: docs/images/episodes.png
 python docs/make_figures.py --run runs/joint --rewriter runs/rewriter          # docs/images/joint.png
 python docs/make_figures.py --scales benchmarks/several_rewards.json     # docs/images/several_rewards.png
+python docs/make_figures.py --tasks benchmarks/reasoning_gym_tasks.json          # docs/images/reasoning_gym.png
 """
 
 from __future__ import annotations
@@ -120,12 +121,39 @@ def scales(source: Path, target: Path) -> None:
     figure.savefig(target, dpi=130)
 
 
+def tasks(source: Path, target: Path, window: int = 3) -> None:
+    """Rewards of three tasks by step: each run, and the mean of an arm's runs."""
+    runs = json.loads(source.read_text())["runs"]
+    titles = {"sums": "sums", "chains": "sums and differences", "products": "products, two turns and a tool"}
+    arms = (("grpo", BLUE, "score"), ("exact", GREEN, "whole scores only"), ("shuffled", GREY, "score, shuffled"))
+    figure, axes = plt.subplots(1, len(titles), figsize=(10, 3), sharey=True)
+    for axis, (task, title) in zip(axes, titles.items(), strict=True):
+        for arm, colour, label in arms:
+            found = [run["rewards"] for run in runs if (run["task"], run["arm"]) == (task, arm)]
+            if not found:
+                continue
+            width = window if len(found[0]) > 2 * window else 1
+            smooth = [np.convolve(rewards, np.ones(width) / width, "valid") for rewards in found]
+            steps = range(width, len(found[0]) + 1)
+            axis.plot(steps, np.transpose(smooth), color=colour, alpha=0.35, linewidth=1)
+            axis.plot(steps, np.mean(smooth, 0), color=colour, label=f"{label} ({len(found)})")
+        axis.set(title=title, xlabel="step", ylim=(0, 1.02))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    axes[0].set_ylabel(f"reward, mean of {window} steps")
+    axes[-1].set_ylabel("reward")
+    figure.tight_layout()
+    figure.savefig(target, dpi=100)
+
+
 def main() -> None:
     """Reads the run, writes the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path)
     what.add_argument("--scales", type=Path)
+    what.add_argument("--tasks", type=Path)
     parser.add_argument("--rewriter", type=Path, help="the same run with training.learns rewriter")
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
@@ -133,6 +161,9 @@ def main() -> None:
     images.mkdir(exist_ok=True)
     if options.scales:
         scales(options.scales, images / "several_rewards.png")
+        return
+    if options.tasks:
+        tasks(options.tasks, images / "reasoning_gym.png")
         return
     if options.rewriter:
         joint(options.run, options.rewriter, images / "joint.png", options.pairs)

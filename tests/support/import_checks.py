@@ -20,7 +20,7 @@ from grpo_jax.errors import EXTRAS
 PACKAGES = ("grpo_jax", "bridges")
 SCRIPTS = ("benchmarks", "docs", "scripts", "examples", "tests")
 HELPERS = ROOT / "tests"  # support.NAME and oracles.NAME of the tests
-ABSENT = {*EXTRAS, "vllm", "trl", "peft", "gymnasium", "matplotlib"}
+ABSENT = {*EXTRAS, "vllm", "trl", "tunix", "peft", "gymnasium", "matplotlib"}
 """Packages of benchmarks that the tests' environment may lack."""
 
 Has = Callable[[str], bool]

@@ -205,12 +205,13 @@ class TrainableRenderer(Renderer):
         """Show the trained weights, the old ones or none to the pipeline."""
         if weights == self._chosen:
             return
-        if not weights:
+        if weights:
+            if not self._chosen:  # PEFT walks over all modules, longer than a small forward takes
+                self._transformer.enable_adapters()
+            for name, parameter in self._parameters.items():
+                parameter.data = self._values[weights][name]
+        else:
             self._transformer.disable_adapters()
-        elif not self._chosen:  # PEFT walks over all modules, longer than a small forward takes
-            self._transformer.enable_adapters()
-        for name, parameter in self._parameters.items() if weights else ():
-            parameter.data = self._values[weights][name]
         self._chosen = weights
 
     def _forget_pictures(self) -> None:

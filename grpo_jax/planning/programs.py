@@ -205,8 +205,7 @@ def run_programs(
     forward = make_forward(policy, temperature=config.sampling.temperature)
     if update.needs_old_logprobs(algorithm, training) or needs_reference(config.algorithm, config.ppo):
         whole = config.replace(training=training.replace(minibatches=1))
-        parts = training.minibatches * training.grad_accumulation_steps
-        step = update.make_forward_step(forward, grad_accumulation_steps=parts)
+        step = update.make_old_policy_step(forward, algorithm, training)
         batch = batch_shapes(whole, policy, state, shown).read_by_policy()
         programs["logprobs"] = Program(jax.jit(step), (state.variables, batch))
     optimizer, longest = update.make_learner(config, policy, 1).optimizer, config.sampling.max_policy_tokens

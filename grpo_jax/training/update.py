@@ -146,6 +146,15 @@ def make_forward_step(
     return lambda variables, batch: compiled(variables, batch.read_by_policy())
 
 
+def make_old_policy_step(
+    forward: ForwardPass, algorithm: AlgorithmSection, training: TrainingSection
+) -> Callable[[Variables, Batch], Forward]:
+    """Compile (variables, batch) → the `Forward` that a batch's preparation reads, in an update's micro-batches."""
+    if algorithm.advantage == "optimal_token_baseline":
+        forward = partial(forward, sum_pi_squared=True)
+    return make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
+
+
 def make_token_weights(
     section: AlgorithmSection,
 ) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
@@ -198,9 +207,7 @@ def make_preparation(
     policy sampled: importance weights correct for that. Without them (importance_cap 0), the policy that sampled is
     the old policy. `measured` has "importance_weight", PPO's "estimates", and "importance_clipped" if sampled ahead.
     """
-    if algorithm.advantage == "optimal_token_baseline":
-        forward = partial(forward, sum_pi_squared=True)
-    look = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
+    look = make_old_policy_step(forward, algorithm, training)
     weighted, ahead = _has_token_weights(algorithm), training.async_level > 0
     weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
 

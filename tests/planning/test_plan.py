@@ -133,6 +133,14 @@ def test_update_takes_what_the_program_of_a_run_takes(programs, monkeypatch):
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.02)
 
 
+def test_a_batchs_preparation_is_planned_as_it_is_run():
+    """The optimal token baseline reads the sum of all squared probabilities, a second product with the head."""
+    config, model = of_tiny("--algorithm.advantage=optimal_token_baseline", "--algorithm.preset=bnpo")
+    program = run_programs(config, model, None, None)["logprobs"]
+    read = jax.eval_shape(program.function, *program.arguments)
+    assert read.sum_pi_squared.shape == read.logprobs.shape == (4, 3, 6)
+
+
 def test_sampling_takes_what_the_program_of_a_run_takes(programs, monkeypatch):
     _, model, planned = programs
     planned = report_program(planned["sample"], None, jax.devices()[0])

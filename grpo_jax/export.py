@@ -6,6 +6,7 @@ Write the trained policy as a Hugging Face folder, or only its adapters as a PEF
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, command, exit_process, run_parser
@@ -60,7 +61,7 @@ def _export_renderer(options: argparse.Namespace) -> None:
 
     config = run_config(options.run)
     require(config.renderer_learns, "--renderer", "a run that trains its renderer (training.learns)", options.run)
-    judge = config.judges[RENDERER]
+    judge: Any = config.judges[RENDERER]  # with `train`
     judge.check()
     renderer = trainable_renderer(config, judge.load("cpu"))
     renderer.restore(saved_renderer(renderer, options.run, options.checkpoint))

@@ -144,6 +144,8 @@ def _make_painter(options: argparse.Namespace, exit_stack: ExitStack) -> Callabl
 
     def rewrite(prompt: str) -> str:
         (episode,) = session.write(session.row(prompt, 1), options.checkpoint)
+        if episode.last.image is None:
+            raise UserError(f"--pictures: the renderer drew no picture of {episode.last.completion!r}")
         (options.pictures / f"{next(numbers)}.png").write_bytes(png(episode.last.image))
         return episode.last.completion
 

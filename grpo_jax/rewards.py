@@ -169,7 +169,7 @@ def reasoning_gym(
     """
     rows = zip(map(_text, completions), answer, metadata, dataset, strict=True)
     return [
-        source and score_answer(_answer(text), source, {"answer": right, "metadata": facts})
+        score_answer(_answer(text), source, {"answer": right, "metadata": facts}) if source else None
         for text, right, facts, source in rows
     ]
 

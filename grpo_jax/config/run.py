@@ -152,10 +152,10 @@ class Config(Section):
         self.require(chat, "sampling.turns", "1 with data.form append, which continues the prompt")
 
     def _check_renderer(self) -> None:
-        renderer, where = self.judges.get(RENDERER), f"judges.{RENDERER}"
+        renderer: Any = self.judges.get(RENDERER)
         if not self.renderer_learns:
             return
-        trained = getattr(renderer, "train", None)
+        trained, where = getattr(renderer, "train", None), f"judges.{RENDERER}"
         require(renderer, "training.learns", f"'rewriter' without {where}, which draws pictures", self.learns)
         require(trained, "training.learns", f"'rewriter' without {where}.train, its settings", self.learns)
         alone = "null with judges.renderer.train: its gradients need the renderer in the run's own process"

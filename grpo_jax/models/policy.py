@@ -106,8 +106,8 @@ class Policy:
         self._check_room("tokens", mask, 0)
         prompts = prompt_context(self.config, mask, tokens, pictures)
         hidden, (keys, values) = self._run(variables, jnp.where(mask, tokens, 0), prompts.context)
-        tokens = prompts.context.prompt
-        return Prefix(hidden[:, -1], tuple(keys), tuple(values), tokens, prompts.lengths, prompts.advance)
+        read = prompts.context.prompt, prompts.lengths, prompts.advance
+        return Prefix(hidden[:, -1], tuple(keys), tuple(values), *read)
 
     def decode_step(
         self, variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache

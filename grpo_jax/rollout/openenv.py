@@ -12,7 +12,7 @@ import json
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_jax.config.files import read_json
@@ -116,7 +116,7 @@ async def _connect(address: SplitResult) -> Any:
             await asyncio.sleep(0.5 * 2**attempt)
 
 
-def _proxy(address: SplitResult) -> bool | None:
+def _proxy(address: SplitResult) -> Literal[True] | None:
     return None if address.hostname in ("localhost", "127.0.0.1", "::1") else True
 
 

@@ -296,7 +296,7 @@ class _Chunk:
         places, values, by_picture = self._places, np.zeros(0), None
         extra, count = ExtraColumns(0), 1
         if is_main_process():
-            size = self.active.shape[1] if self.active.all() else 1
+            size = self.active.shape[-1] if self.active.all() else 1
             groups = [places[first : first + size] for first in range(0, len(places), size)]
             rows = [self.rows[group[0][0]] for group in groups]
             drawn = None

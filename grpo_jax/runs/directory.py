@@ -238,7 +238,7 @@ class Output(nullcontext["Output"]):
         """Remove the output after a step; return the number of rows of metrics."""
         return step if rows is None else rows
 
-    def info(self, *_: object, **__: object) -> None:
+    def info(self, *_: Any, **__: Any) -> None:
         """Write nothing."""
 
     warning = start = completions = iteration = finish = info

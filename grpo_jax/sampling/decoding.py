@@ -237,7 +237,7 @@ def half_of(rows: int, length: int, ends: Ends) -> int:
     return rows // 2 if _end_apart(length, ends) else 0
 
 
-def row_counts(prompts: tuple[int, int], params: SamplingParams, ends: Ends) -> tuple[int, ...]:
+def row_counts(prompts: tuple[int, ...], params: SamplingParams, ends: Ends) -> tuple[int, ...]:
     """Return the numbers of rows to which a batch shrinks as completions end, for prompts of shape (P, L).
 
     A row then has its own copy of the prompt's keys and values. No count takes more memory than the whole cache.

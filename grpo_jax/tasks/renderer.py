@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -54,7 +54,8 @@ def learn_pictures(
     `weights` [N] are 0 for rewards that judge no picture, as of lengths: those train only the words. `key` is the
     run's key.
     """
-    section = config.judges[RENDERER].train
+    judge: Any = config.judges[RENDERER]  # with `train`
+    section = judge.train
     groups = [[episode.last.picture_rewards for episode in group] for group in rollout.episodes]
     rewards = np.array(groups, np.float32)[..., : len(weights)]  # [P, G, K, N]
     prompts, group, count, _ = rewards.shape

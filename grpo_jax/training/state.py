@@ -93,9 +93,9 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
             consistent_rms=0.2,
         )
         # Not by optax.contrib.muon, whose AdamW has Nesterov momentum.
-        kinds = {"muon": muon, "adamw": optimizer}
         optimizer = optax.partition(
-            kinds, lambda weights: jax.tree.map(lambda decays: "muon" if decays else "adamw", decayed(weights))
+            {"muon": muon, "adamw": optimizer},
+            lambda weights: jax.tree.map(lambda decays: "muon" if decays else "adamw", decayed(weights)),
         )
     if section.max_grad_norm == 0:
         return optimizer

@@ -223,7 +223,7 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
     try:
         counted: sparse.csr_array = vectorizer.fit_transform(titles)  # pyright: ignore[reportAssignmentType]
     except ValueError:  # no title has a word
-        return sparse.csr_array((len(titles), 1), dtype=np.float32)
+        return sparse.csr_array(np.zeros((len(titles), 1), np.float32))
     weighted = normalize(counted @ sparse.diags_array(vectorizer.idf_))
     return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
 

@@ -61,7 +61,7 @@ def _rows(values: Mapping[str, np.ndarray]) -> list[TableRow]:
 def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
     """Return the table as plain values, for JSON."""
     return [
-        {"method": row.method, "users": row.users} | {name: one._asdict() for name, one in row.measures.items()}
+        {"method": row.method, "users": row.users, **{name: one._asdict() for name, one in row.measures.items()}}
         for row in rows
     ]
 

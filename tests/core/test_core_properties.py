@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.oracle import enable_x64
 
 from grpo_jax.core import advantages, kl, losses, ppo, returns, selection
 from grpo_jax.core.advantages import Condition
@@ -239,13 +238,16 @@ def test_low_precision_is_computed_in_float32(seed):
     assert_same(got, RUN(high), rtol=1e-6, atol=1e-6)
 
 
-def test_double_precision_stays_and_says_the_same(x64):
-    parts = batch(0)
+@pytest.fixture
+def single(strict):
+    """The table in float32, before `x64`: programs of that context are others."""
+    return RUN(batch(0))
+
+
+def test_double_precision_stays_and_says_the_same(single, x64):
     got = RUN(batch(0, np.float64))
     narrow = {name for name in TABLE for leaf in jax.tree.leaves(got[name]) if leaf.dtype == jnp.float32}
     assert narrow == {"overlong_penalty"}  # of integers
-    with enable_x64(False):
-        single = RUN(parts)
     assert_same(jax.tree.map(lambda x: np.asarray(x, np.float64), single), got)
 
 

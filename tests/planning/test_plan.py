@@ -200,12 +200,12 @@ def test_the_real_config_fits_large_cards(not_compiled, capsys):
 @pytest.mark.parametrize(
     ("name", "gib", "parameters"),
     [
-        ("prompt_enhancement_sd3", "80,80,80", 7_615_616_512),
+        pytest.param("prompt_enhancement_sd3", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
         pytest.param("prompt_enhancement_sdxl_turbo", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
         pytest.param("prompt_enhancement_flux_schnell", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
         pytest.param("prompt_refinement_sd3", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
         ("prompt_enhancement_one_gpu", "24", 1_543_714_304),
-        ("prompt_enhancement_one_gpu_16gb", "16", 494_032_768),
+        pytest.param("prompt_enhancement_one_gpu_16gb", "16", 494_032_768, marks=pytest.mark.wide),
         ("text_one_gpu", "16", 1_543_714_304),
     ],
 )

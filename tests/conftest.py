@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 
 from support.xla import kept_programs, known_flags
 
@@ -63,6 +64,9 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    # Files of few tests first: theirs are long, and a worker that begins such a file last keeps the others waiting.
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)

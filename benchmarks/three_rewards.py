@@ -1,7 +1,8 @@
 """GDPO, GRPO and their variants with three useful rewards, each in a unit of its own.
 
     python benchmarks/three_rewards.py [--arms gdpo gdpo_conditioned grpo grpo_standardised grpo_searched shuffled]
-                                       [--seeds 400 401 …] [--out DIR] [--collect] [--section.field VALUE ...]
+                                       [--seeds 400 401 …] [--out DIR] [--kept FILE] [--collect]
+                                       [--section.field VALUE ...]
 
 Each run is the default config with 80 iterations and three rewards: `alignment` in logits of the miniature's CLIP,
 `faithfulness` as the shipped reward has it (a similarity below .7, at most 0), and `length`, tokens beyond half of the
@@ -15,9 +16,11 @@ grpo_searched       grpo with a searched weight of alignment
 shuffled            gdpo with rewards permuted within each group, on the first three seeds
 
 Each arm has three tries on seed 100, and the highest pixel accuracy decides: learning rates 1e-3, 2e-3 and 4e-3, and
-for grpo_searched weights .1, 1 and 10 at 2e-3. "shuffled" takes GDPO's. All else was fixed before the first run. A run
-that is there in DIR is not run again; --collect runs none. Prints JSON and tables for RESULTS.md, of the seeds that
-all arms finished: 128 held-out requests, greedy, and GDPO minus each arm with a 95 % interval (Student's t).
+for grpo_searched weights .1, 1 and 10 at 2e-3. "shuffled" takes GDPO's. All else was fixed before the first run.
+
+The figures of a run are a line of DIR/runs.jsonl, or of --kept FILE, and a run that is there is not run again: --kept
+benchmarks/three_rewards.jsonl finishes the experiment, and --collect runs nothing. Prints tables for RESULTS.md, of the
+seeds that all arms have: 128 held-out requests, greedy, and GDPO minus each arm (95 % interval, Student's t).
 """
 
 from __future__ import annotations
@@ -76,24 +79,24 @@ def rewards(arm: str, weight: float) -> list[dict]:
 
 
 def measure(arm: str, tried: Try, seed: int, options: argparse.Namespace, extra: list[str]) -> dict | None:
-    """Run in this process, unless the run is there, and return its figures; None with --collect if it is not there."""
+    """The figures of a run, made in this process unless they are kept; None with --collect for a run that is not."""
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
     rate, weight = tried
     name = f"{'grpo' if arm == 'grpo_searched' else arm}_{rate}_{weight:g}_{seed}"
-    path = options.out / f"{name}.json"
-    if not path.exists() and options.collect:
-        return None
-    if not path.exists():
+    lines = options.kept.read_text().splitlines() if options.kept.exists() else []
+    run = next((run for run in map(json.loads, lines) if run["run"] == name), None)
+    if run is None and not options.collect:
         words = ["--seed", str(seed), "--rewards", json.dumps(rewards(arm, weight)), "--optimizer.learning_rate", rate]
         enable_compile_cache()
         started = time.process_time()
         change = miniature.control(arm, seed)
         found = miniature.summary(options.out / name, [*words, *SETTINGS, *ARMS[arm], *extra], change)
-        measures = {name: {when: found["evaluation"][name][when] for when in WHEN} for name in MEASURES}
-        seconds = round(time.process_time() - started, 1)
-        path.write_text(json.dumps({**measures, "cpu_seconds": seconds, "versions": found["versions"]}, indent=1))
-    return {"arm": arm, "seed": seed, "learning_rate": rate, "weight": weight, **json.loads(path.read_text())}
+        figures = {measure: {when: found["evaluation"][measure][when] for when in WHEN} for measure in MEASURES}
+        run = {"run": name, **figures, "cpu_seconds": round(time.process_time() - started, 1), "machine": machine()}
+        with options.kept.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+    return run and {"arm": arm, "seed": seed, "learning_rate": rate, "weight": weight, **run}
 
 
 def best_of(tries: list[dict]) -> Try:
@@ -120,10 +123,10 @@ def table(runs: list[dict]) -> str:
         values = {measure: after(arm, measure) for measure in MEASURES}
         count = len(values["length"])
         if count:
-            means.append(row(arm, count, *(f"{np.mean([*those.values()]):.3f}" for those in values.values())))
+            means.append(row(f"`{arm}`", count, *(f"{np.mean([*those.values()]):.3f}" for those in values.values())))
         if count and arm != "gdpo" and "gdpo" in arms:
             less = (paired_difference(after("gdpo", measure), those) for measure, those in values.items())
-            gaps.append(row(arm, count, *less))
+            gaps.append(row(f"`{arm}`", count, *less))
     return "\n".join([*means, "", *gaps])
 
 
@@ -133,15 +136,18 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="None: the tries alone.")
     parser.add_argument("--out", type=Path, default=Path("runs/three_rewards"))
-    parser.add_argument("--collect", action="store_true", help="Run nothing: print the figures of finished runs.")
+    parser.add_argument("--kept", type=Path, help="Figures, one line a run (default: runs.jsonl in --out).")
+    parser.add_argument("--collect", action="store_true", help="Run nothing: print the figures that are kept.")
     options, extra = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    options.kept = options.kept or options.out / "runs.jsonl"
     run = partial(measure, options=options, extra=extra)
     tuned = {arm: "gdpo" if arm == "shuffled" else arm for arm in options.arms}  # the control has GDPO's setting
-    tries = {
-        arm: [found for tried in (SEARCHED if arm == "grpo_searched" else TRIES) if (found := run(arm, tried, SEARCH))]
-        for arm in dict.fromkeys(tuned.values())
-    }
+    tries: dict[str, list[dict]] = {arm: [] for arm in tuned.values()}
+    for place in range(len(TRIES)):
+        for arm, those in tries.items():
+            found = run(arm, (SEARCHED if arm == "grpo_searched" else TRIES)[place], SEARCH)
+            those += [found] if found else []
     jobs = [
         (arm, best_of(tries[tuned[arm]]), seed)
         for seed in options.seeds
@@ -149,7 +155,10 @@ def main() -> None:
         if len(tries[tuned[arm]]) == len(TRIES) and (arm != "shuffled" or seed in SHUFFLED)
     ]
     runs = [found for job in jobs if (found := run(*job))]
-    print(json.dumps({"machine": machine(), "arguments": extra, "tries": tries, "runs": runs}, indent=1))
+    for arm, those in tries.items():
+        for each in those:
+            held = ", ".join(f"{measure} {each[measure]['after']:.3f}" for measure in MEASURES)
+            print(f"{arm}, seed {SEARCH}, learning rate {each['learning_rate']}, weight {each['weight']:g}: {held}")
     print(f"\n{table(runs)}")
 
 

@@ -20,6 +20,7 @@ RUNS = {
     "joint": f"--arms shuffled canonical --seeds 1 --out FOLDER {SHORT}",
     "several_rewards": f"--arms shuffled --scales 1 --seeds 1 --out FOLDER {SHORT}",
     "several_rewards_text": f"--arms grpo_conditioned {MODEL}",
+    "three_rewards": f"--arms shuffled --seeds 400 --out FOLDER {SHORT}",
     "reasoning_gym_tasks": "--tasks sums products --arms exact --model FOLDER/model --seeds 1 --steps 1"
     f" --held 2 --out FOLDER {SHORT} --data.max_prompt_tokens 600",
     "small_writer": f"--arms shuffled {MODEL} --data.max_prompt_tokens 600 --sft.steps 1 --sft.batch 2",
@@ -48,13 +49,15 @@ def test_settings_are_fields(monkeypatch, tmp_path):
     import several_rewards
     import several_rewards_text
     import small_writer
+    import three_rewards
     import vision
 
     writer = [f"{small_writer.SETTINGS} {arm}".split() for arm in small_writer.ARMS.values()]
     texts = [several_rewards_text.SETTINGS.split(), *writer]
+    units = [[*three_rewards.SETTINGS, *options] for options in three_rewards.ARMS.values()]
     arms = [["--config", "prompt_refinement_miniature", *options] for options in vision.ARMS.values()]
     run = first_update.our_command("tiny", tmp_path)[2:]
-    for options in (*miniature.VARIANTS.values(), several_rewards.SETTINGS, *texts, *arms, run):
+    for options in (*miniature.VARIANTS.values(), several_rewards.SETTINGS, *units, *texts, *arms, run):
         parse(options)
     given = reward_work.Assignment(tmp_path, tmp_path / "rows.jsonl", 0, 1, "layer", 0.0, tmp_path / "out.json")
     assert reward_ours.config_of(given).policy.lora.rank == reward_work.RANK
@@ -88,6 +91,37 @@ def test_the_small_writer_compares_arms_on_shared_seeds(monkeypatch):
     lines = small_writer.table([row("gdpo", 1, 0.9), row("gdpo", 2, 0.8), row("sft", 2, 0.6)]).splitlines()
     assert lines[2].startswith("| gdpo | 32 | 0.900 | 0.800 | 0.850 |  | 0.500 |")
     assert lines[3].startswith("| sft | 32 |  | 0.600 | 0.600 | +0.200 |  |")
+
+
+def test_three_rewards_compares_seeds_that_all_arms_have(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import three_rewards
+
+    def run(arm: str, seed: int, value: float) -> dict:
+        return {"arm": arm, "seed": seed, **{name: {"after": value} for name in three_rewards.MEASURES}}
+
+    runs = [run("gdpo", 400, 0.9), run("gdpo", 401, 0.8), run("grpo", 400, 0.5), run("grpo", 401, 0.6)]
+    runs += [run("gdpo", 402, 0.0), run("shuffled", 401, 0.3)]
+    lines = three_rewards.table(runs).splitlines()
+    assert lines[2].startswith("| `gdpo` | 2 | 0.850 |") and lines[4].startswith("| `shuffled` | 1 | 0.300 |")
+    assert lines[8].startswith("| `grpo` | 2 | +0.300 (") and lines[9].startswith("| `shuffled` | 1 | +0.500 |")
+
+
+def test_the_rewards_of_three_rewards_have_units(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import three_rewards
+
+    class Renderer:
+        window = 16
+
+        def count_tokens(self, texts: list[str]) -> list[int]:
+            return [len(text.split()) for text in texts]
+
+    texts = ["a red ring", "a b c d e f g h i j k"]
+    assert three_rewards.length(texts, texts, renderer=Renderer()).tolist() == [0.0, -3.0]
+    parts = {arm: three_rewards.rewards(arm, 10.0) for arm in three_rewards.ARMS}
+    assert [part.get("threshold") for part in parts["gdpo_conditioned"]] == [None, 3.0, 3.0]
+    assert [part["weight"] for part in parts["grpo_searched"]] == [10.0, 0.2, 0.1]
 
 
 def test_the_control_of_reasoning_gym_permutes_within_a_row(monkeypatch):

@@ -517,8 +517,8 @@ class EvaluationSection(Section):
     """Metric of the best checkpoint and of early stopping: "score" (the training objective), a reward, or one of
     eval_rewards. A checkpoint with eval_rewards below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
-    """Sampled completions per test prompt (k), besides the greedy one; 0 for none. Above 1 mean@k and pass@k are
-    reported, with 95 % intervals."""
+    """Sampled completions per test prompt (k), besides the greedy one; 0 for none. Above 1 mean@k, best@k and
+    pass@k are reported, with 95 % intervals."""
     temperature: Positive | None = None
     """Temperature of the sampled completions; null for training's."""
     pass_threshold: float = 1.0

@@ -104,27 +104,27 @@ def eval_reward_values(ctx: RunContext, evaluation: Evaluation) -> dict[str, lis
 
 
 def sample_measures(ctx: RunContext, rollout: Rollout) -> Statistics:
-    """Compute mean@k and pass@k of every reward and eval reward, and mean@k of the total.
+    """Compute mean@k, best@k and pass@k of every reward and eval reward, and mean@k and best@k of the total.
 
-    "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is the
-    probability that at least one of j completions reaches evaluation.pass_threshold (`core.pass_at_k.pass_at_k`). The
-    total has no pass@j. Missing values do not count.
+    "mean@k" and "best@k" are means over prompts of the mean and the highest value of k completions. "pass@j", for
+    j = 1, 2, 4, … and k, is the probability that at least one of j completions reaches evaluation.pass_threshold
+    (`core.pass_at_k.pass_at_k`). Missing values do not count.
     """
     threshold, judged = ctx.config.evaluation.pass_threshold, rollout.final_values
     count = judged.shape[1]
 
-    def mean_of(values: np.ndarray) -> list[float]:  # over prompts, of the present values [P, k]
-        return [*mean_interval(np.array([present_mean(row) for row in values]))]
+    def over_prompts(values: np.ndarray) -> dict[str, list[float]]:  # of the present values [P, k]
+        each = {"mean": [present_mean(row) for row in values], "best": np.fmax.reduce(values, axis=1)}
+        return {f"{name}@{count}": [*mean_interval(np.array(column))] for name, column in each.items()}
 
     statistics: Statistics = {}
-    for index, name in enumerate(ctx.measure_names):
-        values = judged[..., index]
+    for name, values in zip(ctx.measure_names, np.moveaxis(judged, -1, 0), strict=True):
         present, passed = np.isfinite(values).sum(1), (values >= threshold).sum(1)
-        statistics[name] = {f"mean@{count}": mean_of(values)}
+        statistics[name] = over_prompts(values)
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
             statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # it is a probability
-    return statistics | {TOTAL: {f"mean@{count}": mean_of(total_rewards(weigh(ctx, rollout)))}}
+    return statistics | {TOTAL: over_prompts(total_rewards(weigh(ctx, rollout)))}
 
 
 def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row]) -> Evaluation:

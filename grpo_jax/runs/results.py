@@ -123,7 +123,7 @@ def samples_of(ctx: RunContext, measured: Mapping[str, Statistics | None]) -> Re
 
 
 def samples_tables(summary: Record) -> list[Table]:
-    """Make a table of mean@k and pass@k from a summary's "samples", with 95 % intervals, if there are any."""
+    """Make a table of mean@k, best@k and pass@k from a summary's "samples", with 95 % intervals, if there are any."""
     samples = summary.get("samples")
     if samples is None:
         return []

@@ -1,4 +1,4 @@
-"""Several completions per held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run.
+"""Several completions per held-out prompt: mean@k, best@k, pass@k and their intervals, as formulas and in a run.
 
 The sampling settings of its config hold in training, in evaluation, and in `predict`.
 """
@@ -75,14 +75,17 @@ def test_a_run_reports_mean_and_pass_at_k(run, monkeypatch):
     summary = json.loads((run / "summary.json").read_text())
     samples, measures = summary["samples"], summary["samples"]["measures"]
     assert (samples["k"], samples["temperature"], samples["top_k"], samples["threshold"]) == (COUNT, 0.7, 0, LOW)
-    assert list(measures) == ["letters", "brief", "total"] and list(measures["total"]) == [f"mean@{COUNT}"]
-    assert list(measures["letters"]) == [f"mean@{COUNT}", "pass@1", "pass@2", "pass@4", f"pass@{COUNT}"]
+    over_all = [f"mean@{COUNT}", f"best@{COUNT}"]
+    assert list(measures) == ["letters", "brief", "total"] and list(measures["total"]) == over_all
+    assert list(measures["letters"]) == [*over_all, "pass@1", "pass@2", "pass@4", f"pass@{COUNT}"]
     for name, drawn in (("letters", letters), ("brief", brief), ("total", letters + 0.5 * brief)):
         mean, low, high = measures[name][f"mean@{COUNT}"]["before"]
         assert mean == pytest.approx(drawn.mean(), rel=1e-5)
         assert mean == pytest.approx(summary["evaluation"][name]["before_sampled"], rel=1e-5)
         half = 1.96 * drawn.mean(1).std(ddof=1) / np.sqrt(len(drawn))
         assert (low, high) == pytest.approx((mean - half, mean + half), abs=1e-4)
+        best = measures[name][f"best@{COUNT}"]["before"][0]
+        assert best == pytest.approx(drawn.max(1).mean(), rel=1e-5)
     shares = [
         values
         for name in ("letters", "brief")

@@ -1,12 +1,12 @@
 """Learning of the default run: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2 | --fresh 20] [--variants gdpo grpo raft ppo shuffled scenes]
+    python benchmarks/miniature.py [--seeds 0 1 2 | --fresh 20] [--variants gdpo grpo max_at_k raft ppo shuffled scenes]
                                    [--jobs 1] [--out DIR]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: pixel accuracy on the same
 held-out prompts, before, after, with the oracle's rewrite, and the closed share of the gap. "shuffled" permutes the
 training rewards within each group, so that its gain is not learned from rewards. "scenes" is the harder world, with
-figures also by kind of request.
+figures also by kind of request. With --evaluation.samples above 1, "samples" in the JSON has best@k and pass@k.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
+    "max_at_k": ["--algorithm.advantage", "max_at_k"],  # the best of 4 completions
     "raft": ["--algorithm.advantage", "raft"],  # the best of each group alone
     "ppo": ["--config", "prompt_enhancement_ppo"],
     "shuffled": ["--algorithm.advantage", "gdpo"],
@@ -114,6 +115,7 @@ def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:
             for name, values in summary["evaluation"].items()
             if name.startswith("pixel_accuracy/")
         },
+        "samples": summary.get("samples", {}).get("measures", {}).get("pixel_accuracy", {}),
         "alignment_before": alignment["before"],
         "alignment_after": alignment["after"],
         "alignment_oracle": alignment["oracle"],

@@ -76,7 +76,7 @@ def one(options: list[str], change=None, adapt=None) -> None:
         config = config.replace(algorithm=algorithm.replace(**coefficients))
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        ctx = load(config, info=output.info)
+        ctx = load(config, info=output.info, stopping=stop.is_set)
         if change is not None:
             ctx = ctx._replace(fns=ctx.fns._replace(score=change(ctx.fns.score)))
         if adapt is not None:

@@ -59,8 +59,11 @@ def control(arm: str, seed: int):
     return partial(shuffled, seed=seed) if arm.endswith("shuffled") else None
 
 
-def one(options: list[str], change=None, adapt=None) -> None:
-    """Run once in this process; `change` replaces the score, `adapt` the context."""
+def one(options: list[str], change=None, adapt=None, clock: list[float] | None = None) -> None:
+    """Run once in this process; `change` replaces the score, `adapt` the context.
+
+    `clock` gets the CPU seconds of this process when training on rewards begins, and after each iteration.
+    """
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
@@ -74,7 +77,8 @@ def one(options: list[str], change=None, adapt=None) -> None:
     if algorithm.advantage == "raft":  # its loss is 1 / G of one on the best alone, and so are the other terms
         coefficients = {"kl_coef": algorithm.kl_coef / size, "entropy_coef": algorithm.entropy_coef / size}
         config = config.replace(algorithm=algorithm.replace(**coefficients))
-    clock = time.monotonic()
+    started, ticks = time.monotonic(), [] if clock is None else clock
+    callbacks = Callbacks(on_iteration=lambda event: ticks.append(time.process_time()))
     with RunOutput(config) as output, stop_requests() as stop:
         ctx = load(config, info=output.info, stopping=stop.is_set)
         if change is not None:
@@ -82,16 +86,17 @@ def one(options: list[str], change=None, adapt=None) -> None:
         if adapt is not None:
             ctx = adapt(ctx)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            trainer = Trainer(ctx, output, checkpoints, stop, Callbacks(), clock)
+            trainer = Trainer(ctx, output, checkpoints, stop, callbacks, started)
             trainer.begin()
+            ticks.append(time.process_time())
             trainer.train()
             trainer.finish()
 
 
-def summary(run_dir: Path, options: list[str], change=None) -> dict:
+def summary(run_dir: Path, options: list[str], change=None, clock: list[float] | None = None) -> dict:
     """The summary of a run in this process, made unless it is there."""
     if not (run_dir / "summary.json").exists():
-        one([*options, "--run_dir", str(run_dir)], change)
+        one([*options, "--run_dir", str(run_dir)], change, clock=clock)
     return json.loads((run_dir / "summary.json").read_text())
 
 

@@ -1,11 +1,12 @@
 """A run of TRL's GRPOTrainer with PEFT's LoRA; a worker of time_to_reward.py and reasoning_gym_tasks.py.
 
-Variants: "plain", and "checkpointing" (gradient checkpointing).
+Variants: "plain", and "checkpointing" (gradient checkpointing). `writer_trl.py` changes the settings.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import reward_work as task
 import torch
@@ -16,22 +17,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Watch(TrainerCallback):
-    """Reads the trainer's log of each step."""
+    """Reads the trainer's log of each step: the reward, and the mean of each function in `measures`."""
 
-    def __init__(self, stopwatch: task.Stopwatch):
-        self.stopwatch = stopwatch
+    def __init__(self, stopwatch: task.Stopwatch, measures: Sequence[str] = ()):
+        self.stopwatch, self.measures = stopwatch, measures
 
     def on_log(self, args, state, control, logs=None, **_):
         if "reward" in logs:
-            self.stopwatch.step(float(logs["reward"]))
+            means = {name: float(logs[f"rewards/{name}/mean"]) for name in self.measures}
+            self.stopwatch.step(float(logs["reward"]), **means)
 
 
-def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrainer:
-    # In the order in which grpo_jax draws them with this seed.
-    rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    columns["prompt"] = [task.chat(prompt) for prompt in columns["prompt"]]
-    config = GRPOConfig(
+def settings(given: task.Assignment, **changes: object) -> GRPOConfig:
+    """TRL's settings: those of the sums, with changes."""
+    values = dict(
         output_dir=str(given.out.with_suffix(".trainer")),
         seed=given.seed,
         per_device_train_batch_size=task.PROMPTS * task.GROUP,
@@ -52,7 +51,6 @@ def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrain
         top_p=1.0,
         top_k=0,
         gradient_checkpointing=given.variant == "checkpointing",
-        model_init_kwargs={"dtype": "float32"},
         bf16=False,
         use_cpu=True,
         optim="adamw_torch",
@@ -62,10 +60,18 @@ def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrain
         disable_tqdm=True,
         shuffle_dataset=False,
     )
+    return GRPOConfig(**(values | changes))
+
+
+def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrainer:
+    # In the order in which grpo_jax draws them with this seed.
+    rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["prompt"] = [task.chat(prompt) for prompt in columns["prompt"]]
     return GRPOTrainer(
         str(given.folder),
         given.function,
-        args=config,
+        args=settings(given, model_init_kwargs={"dtype": "float32"}),
         train_dataset=Dataset.from_dict(columns),
         peft_config=LoraConfig(
             r=task.RANK, lora_alpha=task.ALPHA, target_modules=list(task.TARGETS), task_type="CAUSAL_LM"

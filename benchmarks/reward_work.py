@@ -90,20 +90,20 @@ def cpu_seconds() -> float:
 
 @dataclass
 class Stopwatch:
-    """One row per step: the mean reward of its batch, and the seconds since the process began."""
+    """One row per step: means of its batch (the reward, further measures), and the seconds since the process began."""
 
     given: Assignment
     rows: list[dict[str, float]] = field(default_factory=list)
 
-    def step(self, reward: float) -> None:
-        self.rows.append({"reward": reward, **self.now()})
+    def step(self, reward: float, **measures: float) -> None:
+        self.rows.append({"reward": reward, **measures, **self.now()})
 
     def now(self) -> dict[str, float]:
         """Seconds and memory so far."""
         return {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
 
-    def write(self, packages: Sequence[str]) -> None:
+    def write(self, packages: Sequence[str], **found: float) -> None:
         if len(self.rows) != self.given.steps:
             raise RuntimeError(f"expected {self.given.steps} steps, saw {len(self.rows)}")
-        report = {"steps": self.rows, "process": self.now(), "versions": work.versions(packages)}
+        report = {"steps": self.rows, "process": self.now(), "versions": work.versions(packages), **found}
         self.given.out.write_text(json.dumps(report))

@@ -1,6 +1,6 @@
 """SmolLM2-135M writes the prompts of the miniature's renderer: supervision on a few pairs, then rewards.
 
-    python benchmarks/small_writer.py --model FOLDER [--arms gdpo sft shuffled] [--seeds 300 301 302 303 304]
+    python benchmarks/small_writer.py --model FOLDER [--arms gdpo sft shuffled trl] [--seeds 300 301 302 303 304]
                                       [--pairs 32] [--out DIR] [--section.field VALUE ...]
 
 FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md) or another chat model; LoRA trains it. Requests,
@@ -13,22 +13,28 @@ is not run again.
 | gdpo | a few supervised updates on the pairs, then training on rewards |
 | shuffled | the same, with the rewards permuted within each group |
 | sft | supervision alone on the same pairs, 140 updates: about the CPU seconds of a whole run of gdpo |
+| trl | our supervised updates, then training by TRL's GRPOTrainer in a process of its own (`writer_trl.py`) |
 
 Prints JSON and a table for RESULTS.md: pixel accuracy of held-out requests by greedy rewrites, and gdpo minus each arm
-on the same seeds with its 95 % interval (Student's t).
+on the same seeds with its 95 % interval (Student's t). "batches" and "cpu" are the pixel accuracy of each iteration's
+batch and the CPU seconds from the beginning of training on rewards to the iteration's end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 
 import miniature
 import numpy as np
+import reward_work
 from grpo_iteration import machine
 from seeds import paired_difference
+from time_to_reward import called
 
 from bridges.miniature import world
 
@@ -41,7 +47,11 @@ SETTINGS = """--config prompt_enhancement_miniature --policy.lora.rank 16 --poli
 --algorithm.kl_coef 0.03 --algorithm.entropy_coef 0.01 --sft.batch 8
 --evaluation.every 0 --evaluation.validation_prompts 0 --evaluation.samples 0
 --eval_rewards grpo_jax.tasks.pictures:pixel_accuracy"""
-ARMS = {"gdpo": "--sft.steps 40", "shuffled": "--sft.steps 40", "sft": "--sft.steps 140 --training.max_steps 1"}
+SUPERVISED = "--sft.steps 40"
+ARMS = {
+    **dict.fromkeys(("gdpo", "shuffled", "trl"), SUPERVISED),
+    "sft": "--sft.steps 140 --training.max_steps 1",
+}
 """An arm's settings. A run has at least one iteration; "sft" is measured before it."""
 ROWS = {"train": 2048, "test": 128}
 
@@ -69,13 +79,19 @@ def measure(arm: str, seed: int, pairs: int, options: argparse.Namespace, extra:
     given = [*SETTINGS.split(), *ARMS[arm].split(), *([] if pairs else ["--sft.steps", "0"])]
     given += ["--policy.path", options.model, "--data.prompts", str(requests), "--seed", str(seed), *extra]
     enable_compile_cache()
-    started = time.process_time()
-    found = miniature.summary(run_dir, given, miniature.control(arm, seed))
+    run = by_trl if arm == "trl" else by_ours
+    result = {"arm": arm, "seed": seed, "pairs": pairs, **run(arm, seed, run_dir, given)}
+    path.write_text(json.dumps(result, indent=1))
+    return result
+
+
+def by_ours(arm: str, seed: int, run_dir: Path, given: list[str]) -> dict:
+    """Run in this process."""
+    started, clock = time.process_time(), []
+    found = miniature.summary(run_dir, given, miniature.control(arm, seed), clock)
     measures = found["evaluation"]["pixel_accuracy"]
-    result = {
-        "arm": arm,
-        "seed": seed,
-        "pairs": pairs,
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
         "untrained": measures.get("untrained", measures["before"]),
         "before": measures["before"],
         "after": measures["before" if arm == "sft" else "after"],
@@ -83,9 +99,35 @@ def measure(arm: str, seed: int, pairs: int, options: argparse.Namespace, extra:
         "iterations": 0 if arm == "sft" else found["iterations"],
         "cpu_seconds": round(time.process_time() - started, 1),
         "versions": found["versions"],
+        "batches": [round(row["eval_rewards/pixel_accuracy/mean"], 3) for row in rows],
+        "cpu": [round(seconds - clock[0], 1) for seconds in clock[1:]],
     }
-    path.write_text(json.dumps(result, indent=1))
-    return result
+
+
+def by_trl(arm: str, seed: int, run_dir: Path, given: list[str]) -> dict:
+    """Supervise in this process, and train on rewards by TRL in one of its own, on the same core."""
+    from grpo_jax.config.command_line import parse
+    from grpo_jax.config.fields import to_yaml
+    from grpo_jax.runs.loading import load
+    from grpo_jax.runs.sft import run_sft
+
+    started, config = time.process_time(), parse([*given, "--run_dir", str(run_dir)])
+    model, folder, steps = Path(config.policy.path), run_dir.resolve(), config.training.max_steps
+    ctx = load(config, info=print)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+    ctx.policy.save_adapters(folder / "adapter", run_sft(ctx, print))
+    (folder / "config.yaml").write_text(to_yaml(config))
+    supervised, files = time.process_time() - started, (folder / "rows.jsonl", folder / "trl.json")
+    assignment = reward_work.Assignment(model.resolve(), files[0], seed, steps, str(folder / "adapter"), 0.0, files[1])
+    report = called("writer_trl.py", assignment, [], min(os.sched_getaffinity(0)))  # it reads the config's requests
+    return {
+        **{when: report[when] for when in ("before", "after")},
+        "iterations": steps,
+        "cpu_seconds": round(supervised + report["process"]["cpu"], 1),
+        "versions": report["versions"],
+        "batches": [round(row["pixel_accuracy"], 3) for row in report["steps"]],
+        "cpu": [round(row["cpu"] - report["began"], 1) for row in report["steps"]],
+    }
 
 
 def table(results: list[dict]) -> str:

@@ -6,6 +6,7 @@ python docs/make_figures.py --run runs/my_refinement       # a run of several tu
 python docs/make_figures.py --run runs/joint --rewriter runs/rewriter          # docs/images/joint.png
 python docs/make_figures.py --scales benchmarks/several_rewards.json     # docs/images/several_rewards.png
 python docs/make_figures.py --tasks benchmarks/reasoning_gym_tasks.json          # docs/images/reasoning_gym.png
+python docs/make_figures.py --writer benchmarks/small_writer.json          # docs/images/small_writer.png
 """
 
 from __future__ import annotations
@@ -147,6 +148,27 @@ def tasks(source: Path, target: Path, window: int = 3) -> None:
     figure.savefig(target, dpi=100)
 
 
+def writer(source: Path, target: Path, window: int = 5) -> None:
+    """Pixel accuracy over CPU seconds, ours and TRL's on the same seeds: their mean, and between which they lie."""
+    runs = [run for run in json.loads(source.read_text())["runs"] if "cpu" in run]
+    arms = {arm: {run["seed"]: run for run in runs if run["arm"] == arm} for arm in ("gdpo", "trl")}
+    seeds = sorted(arms["gdpo"].keys() & arms["trl"].keys())
+    figure, axis = plt.subplots(figsize=(6.2, 3))
+    for found, colour, name in zip(arms.values(), (BLUE, GREY), ("grpo_jax", "TRL 1.16"), strict=True):
+        columns = {key: np.array([found[seed][key] for seed in seeds]) for key in ("batches", "cpu", "before", "after")}
+        smooth = np.stack([np.convolve(row, np.ones(window) / window, "valid") for row in columns["batches"]])
+        seconds = columns["cpu"].mean(0)
+        label = f"{name}, held out {columns['before'].mean():.2f} → {columns['after'].mean():.2f}"
+        axis.plot(seconds[window - 1 :], smooth.mean(0), color=colour, label=label)
+        axis.fill_between(seconds[window - 1 :], smooth.min(0), smooth.max(0), color=colour, alpha=0.2, linewidth=0)
+        axis.plot(np.full(len(seeds), seconds[-1]), columns["after"], "o", color=colour, markersize=4)
+    axis.set(xlabel="CPU seconds of training on rewards", ylabel=f"pixel accuracy, {window} batches", ylim=(0, 1))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(target, dpi=100)
+
+
 def main() -> None:
     """Reads the run, writes the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -154,6 +176,7 @@ def main() -> None:
     what.add_argument("--run", type=Path)
     what.add_argument("--scales", type=Path)
     what.add_argument("--tasks", type=Path)
+    what.add_argument("--writer", type=Path)
     parser.add_argument("--rewriter", type=Path, help="the same run with training.learns rewriter")
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
@@ -164,6 +187,9 @@ def main() -> None:
         return
     if options.tasks:
         tasks(options.tasks, images / "reasoning_gym.png")
+        return
+    if options.writer:
+        writer(options.writer, images / "small_writer.png")
         return
     if options.rewriter:
         joint(options.run, options.rewriter, images / "joint.png", options.pairs)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support import import_checks
@@ -23,7 +24,7 @@ RUNS = {
     "three_rewards": f"--arms shuffled --seeds 400 --out FOLDER {SHORT}",
     "reasoning_gym_tasks": "--tasks sums products --arms exact --model FOLDER/model --seeds 1 --steps 1"
     f" --held 2 --out FOLDER {SHORT} --data.max_prompt_tokens 600",
-    "small_writer": f"--arms shuffled {MODEL} --data.max_prompt_tokens 600 --sft.steps 1 --sft.batch 2",
+    "small_writer": f"--arms shuffled trl {MODEL} --data.max_prompt_tokens 600 --sft.steps 1 --sft.batch 2",
     "grpo_iteration": "--cases tiny --threads 1 --rounds 1 --iterations 1 --out FOLDER/out.json",
     "evidence/vision": f"--arms seeing --seeds 0 --out FOLDER {SHORT}",
     "recommendation/sasrec": "--config recommendation_quick --epochs 1 --limit 50",
@@ -124,6 +125,35 @@ def test_the_rewards_of_three_rewards_have_units(monkeypatch):
     assert [part["weight"] for part in parts["grpo_searched"]] == [10.0, 0.2, 0.1]
 
 
+@pytest.mark.wide
+def test_trl_gets_the_scores_of_a_run(monkeypatch, tmp_path):
+    pytest.importorskip("trl", reason="needs grpo_jax[oracles]")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import small_writer
+    import writer_trl
+
+    from grpo_jax.runs.evaluation import evaluate_texts
+    from grpo_jax.runs.loading import load
+
+    requests = tmp_path / "requests.jsonl"
+    small_writer.write_requests(requests, 0, 1, {"train": 4, "test": 2})
+    config = parse([*small_writer.SETTINGS.split(), "--data.prompts", str(requests)])
+    judges, ctx = writer_trl.Judges(config), load(config, print)
+    rows = [*ctx.test_rows]
+    texts = [rows[0].columns["oracle"], rows[1].prompt]
+    scores = judges.score(rows, texts, 0, evaluation=True)
+    measures = evaluate_texts(ctx, rows, texts).measures
+    assert list(scores.mean((0, 1))) == pytest.approx([measures[name] for name in judges.rewards])
+    assert scores[0, 0, -1] > scores[1, 0, -1] and judges.weights == [1.0, 0.2, 0.1, 0.0]
+
+    functions, state = judges.functions(2), SimpleNamespace(global_step=3)
+    answers = [rows[0].prompt, *(row.columns["oracle"] for row in judges.data.prompts.train[1:3]), ""]
+    completions = [[{"role": "assistant", "content": text}] for text in answers]
+    told = [function(completions=completions, row=[1, 1, 2, 2], trainer_state=state) for function in functions]
+    batch = judges.score([judges.data.prompts.train[place] for place in (1, 2)], answers, 3, evaluation=False)
+    assert told == [batch[..., place].ravel().tolist() for place in range(4)]
+
+
 def test_the_control_of_reasoning_gym_permutes_within_a_row(monkeypatch):
     pytest.importorskip("reasoning_gym", reason="needs grpo_jax[environments]")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -144,6 +174,8 @@ def test_a_benchmark_runs(name, tmp_path):
     """At its smallest, by its command."""
     if name == "reasoning_gym_tasks":
         pytest.importorskip("reasoning_gym", reason="needs grpo_jax[environments]")
+    if name == "small_writer":
+        pytest.importorskip("trl", reason="needs grpo_jax[oracles]")
     if "--model" in RUNS[name]:
         from support.tiny_models import causal_lm
 

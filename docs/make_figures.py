@@ -162,7 +162,7 @@ def writer(source: Path, target: Path, window: int = 5) -> None:
         axis.plot(seconds[window - 1 :], smooth.mean(0), color=colour, label=label)
         axis.fill_between(seconds[window - 1 :], smooth.min(0), smooth.max(0), color=colour, alpha=0.2, linewidth=0)
         axis.plot(np.full(len(seeds), seconds[-1]), columns["after"], "o", color=colour, markersize=4)
-    axis.set(xlabel="CPU seconds of training on rewards", ylabel=f"pixel accuracy, {window} batches", ylim=(0, 1))
+    axis.set(xlabel="CPU seconds of training on rewards", ylabel=f"pixel accuracy, {window} batches", xlim=0, ylim=(0, 1))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="lower right")
     figure.tight_layout()

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +38,7 @@ PICTURE_MARK = "<image>"
 Result = TypeVar("Result")
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 _MUTABLE = (MutableSequence, MutableMapping, MutableSet, np.ndarray)
+_PICTURES = ("torch", "Tensor", "clone"), ("PIL.Image", "Image", "copy")
 _WORD = 2**32
 # Purposes of a seed: each has its own stream of random numbers.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4
@@ -239,7 +241,7 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
 
 
 def own_copy(value: Any) -> Any:
-    """Copy nested lists, tuples, dictionaries, sets and NumPy arrays; share plain values and all other objects."""
+    """Copy nested lists, tuples, dictionaries, sets, and pictures as arrays, tensors or Pillow's; share the rest."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -247,6 +249,9 @@ def own_copy(value: Any) -> Any:
         return {name: own_copy(item) for name, item in value.items()}
     if kind in (list, tuple, set):
         return kind(value if _PLAIN.issuperset(map(type, value)) else map(own_copy, value))
+    for module, name, copied in _PICTURES:  # without importing them
+        if isinstance(value, getattr(sys.modules.get(module), name, ())):
+            return getattr(value, copied)()
     return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
 
 

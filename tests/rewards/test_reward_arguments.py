@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.rollouts import single_turns
 from support.text_task import SHORT, completions, rows, train_here
 
@@ -259,3 +260,23 @@ def test_a_function_under_another_name_is_found_again(own, monkeypatch):
     config = make_config(task="text", rewards=[{"name": "x:f", "label": "mine", "weight": 2.0}])
     (section,) = from_python(config, None, {"mine": asking.late}).config.rewards
     assert (section.name, section.called, section.weight) == (path, "mine", 2.0)
+
+
+def test_a_reward_that_draws_on_pictures_changes_no_others():
+    """Torch's, through NumPy's view too, and Pillow's, which a group shares."""
+    torch, count = pytest.importorskip("torch"), 4
+
+    def draw(completions, images, picture):
+        images.mul_(0)
+        images.numpy()[:] += 2
+        picture[0].paste((9, 9, 9), (0, 0, 1, 1))
+        return [float(one.getpixel((0, 0))[0]) for one in picture]
+
+    def look(completions, images, picture):
+        return [float(one.mean()) + other.getpixel((0, 0))[0] for one, other in zip(images, picture, strict=True)]
+
+    shown = {"images": torch.ones(count, 3, 2, 2), "picture": [Image.new("RGB", (2, 2))] * count}
+    rewards = {"draw": draw, "look": look}
+    found = collect_rewards(rewards, ["go"] * count, ["gone"] * count, shown, count)
+    assert found[0].T.tolist() == [[9, 0, 0, 0], [1, 1, 1, 1]]
+    assert shown["images"].mean() == 1 and shown["picture"][0].getpixel((0, 0)) == (0, 0, 0)

@@ -22,7 +22,7 @@ from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, place_pictures
-from grpo_jax.rollout.data import Encoded, Row, pad
+from grpo_jax.rollout.data import Encoded, Row, own_copy, pad
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.user_code import as_list, reason_of
@@ -133,12 +133,8 @@ def as_observation(value: object) -> Observation:
     ):
         raise ValueError(f"{one_line(value, 60)}, not an Observation (a text and a list of pictures), a text or None")
     require_text(observation.text)
-    return replace(observation, pictures=tuple(map(_own_picture, observation.pictures)), done=bool(observation.done))
-
-
-def _own_picture(picture: Source) -> Source:
-    """Copy a picture in host memory: an environment may draw the next one into the same array."""
-    return copy.deepcopy(picture) if str(getattr(picture, "device", "cpu")) == "cpu" else picture
+    # An environment may draw its next pictures into the same arrays.
+    return replace(observation, pictures=own_copy(tuple(observation.pictures)), done=bool(observation.done))
 
 
 EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int]]

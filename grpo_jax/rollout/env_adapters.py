@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
-from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
+from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages, own_copy
 from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.reward_registry import TaskRewards
@@ -77,7 +77,7 @@ class EnvRunner:
             (prompt,) = all_finished([call_async(first, seed)])
         if isinstance(prompt, str):
             self._prompts[kind, seed] = prompt
-        return prompt
+        return own_copy(prompt)  # the next one may be drawn into the same array
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
         """Return the observation after each episode's last completion; None if it is done."""

@@ -639,6 +639,20 @@ def test_a_reset_shows_pictures_behind_the_rows_own(chat):
     assert message.parts == (PICTURE, text, "Now ", PICTURE) or message.parts == (PICTURE, text + "Now ", PICTURE)
 
 
+@pytest.mark.parametrize("frame", [np.zeros((1, 1, 3), np.uint8), Image.new("RGB", (1, 1))])
+def test_prompts_keep_the_pictures_that_a_class_draws_into_one_buffer(frame):
+    class Draws(Waiting):
+        def reset(self, seed: int, **row):
+            if isinstance(frame, Image.Image):
+                frame.putpixel((0, 0), (seed, seed, seed))
+            else:
+                frame.fill(seed)
+            return [{"type": "image", "image": frame}]
+
+    rows = [episodes_with(Draws).start_episode(Row(seed, "Look.")) for seed in (1, 2)]
+    assert [np.asarray(row.pictures[0]).max() for row in rows] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -156,14 +156,14 @@ class PipelineJudge(Judge):
     """Pictures of each text in training, of different noise; its rewards are their means (docs/renderer.md)."""
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Return the weights, from the config files, the working memory of the VAE, and that of `train`, if set.
+        """Return the weights, from the config files, and the working memory of the VAE; LoRA weights are merged.
 
-        A judge with `use_t5` notes whether the third text encoder is loaded. LoRA weights are merged. The VAE
-        dominates: it holds three full-size activations of its second widest features.
+        A judge with `use_t5` notes whether the third text encoder is loaded. The VAE, which dominates, holds three
+        full-size activations of its second widest features: before, within and after its last block.
         """
         from bridges.loading import DTYPES, pipeline_sizes
 
-        use_t5, train = getattr(self, "use_t5", None), getattr(self, "train", None)
+        use_t5 = getattr(self, "use_t5", None)
         sizes, widths, edge = pipeline_sizes(self.path)
         edge = self.size or edge
         item = DTYPES[self.dtype].itemsize
@@ -175,17 +175,12 @@ class PipelineJudge(Judge):
         if use_t5 is not None:
             note += ", with T5" if "text_encoder_3" in encoders else ", without T5"
         features = 3 * self.batch_size * widths[:2][-1] * edge * edge * item
-        parts = [
+        return [
             (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), self.dtype),
             ("text encoders", item * sum(encoders.values()), note),
             ("drawing", features, f"estimate: {self.batch_size} pictures of {edge} x {edge} in the VAE"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
         ]
-        if train is None:
-            return parts
-        from bridges.trainable import training_memory
-
-        return parts + training_memory(self, train)
 
     def settings(self, negative_prompt: str | None = None) -> tuple[RenderSettings, RenderSettings]:
         """Return the settings of training and of evaluation."""

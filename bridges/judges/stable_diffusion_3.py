@@ -28,6 +28,15 @@ class StableDiffusion3(PipelineJudge):
 
             check_training(self)
 
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Return the pipeline's memory, and that of its training."""
+        parts = super().memory()
+        if self.train:
+            from bridges.trainable import training_memory
+
+            parts += training_memory(self, self.train)
+        return parts
+
     def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N", only from safetensors and without running its code."""
         from bridges.diffusion import load_stable_diffusion_3

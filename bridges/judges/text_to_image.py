@@ -53,6 +53,15 @@ class TextToImage(PipelineJudge):
 
             check_training(self)
 
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Return the pipeline's memory, and that of its training."""
+        parts = super().memory()
+        if self.train:
+            from bridges.trainable import training_memory
+
+            parts += training_memory(self, self.train)
+        return parts
+
     def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
         """Find the pipeline, its table of contents and its class, without reading weights."""
         from bridges.diffusion import find_pipeline

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from grpo_jax.config import sections
+from grpo_jax.config.copies import own_copy
 from grpo_jax.config.fields import Each, NonNegative, OneOf, Section, Words, build, merged, require, resume_mutable
 from grpo_jax.config.files import Values
 from grpo_jax.config.judge import Judge, default_device
@@ -205,7 +206,7 @@ def make_config(values: Values | None = None, **sections: Any) -> Config:
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
-    given = merged(values or {}, sections)
+    given = own_copy(merged(values or {}, sections))
     try:
         return build(Config, merged(find_task(given.get("task")).defaults, given))
     except UserError as error:

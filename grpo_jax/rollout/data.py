@@ -7,14 +7,12 @@ stores one number.
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import hashlib
 import itertools
 import json
 import re
-import sys
-from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,9 +34,6 @@ RESERVED_COLUMNS = (
 PICTURE_MARK = "<image>"
 """Place of a picture in a prompt of plain text; it occurs once per picture, or never."""
 Result = TypeVar("Result")
-_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-_MUTABLE = (MutableSequence, MutableMapping, MutableSet, np.ndarray)
-_PICTURES = ("torch", "Tensor", "clone"), ("PIL.Image", "Image", "copy")
 _WORD = 2**32
 # Purposes of a seed: each has its own stream of random numbers.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER = 1, 2, 3, 4
@@ -238,21 +233,6 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
     state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
-
-
-def own_copy(value: Any) -> Any:
-    """Copy nested lists, tuples, dictionaries, sets, and pictures as arrays, tensors or Pillow's; share the rest."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is dict:
-        return {name: own_copy(item) for name, item in value.items()}
-    if kind in (list, tuple, set):
-        return kind(value if _PLAIN.issuperset(map(type, value)) else map(own_copy, value))
-    for module, name, copied in _PICTURES:  # without importing them
-        if isinstance(value, getattr(sys.modules.get(module), name, ())):
-            return getattr(value, copied)()
-    return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
 
 
 class Encoded(NamedTuple):

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.copies import own_copy
 from grpo_jax.config.files import require_text
 from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, place_pictures
-from grpo_jax.rollout.data import Encoded, Row, own_copy, pad
+from grpo_jax.rollout.data import Encoded, Row, pad
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.user_code import as_list, reason_of

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from grpo_jax.config.copies import own_copy
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
-from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages, own_copy
+from grpo_jax.rollout.data import PICTURE_MARK, Row, as_chat_messages
 from grpo_jax.rollout.env import Episode, Observation
 from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.reward_registry import TaskRewards

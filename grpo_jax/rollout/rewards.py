@@ -23,9 +23,10 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 
+from grpo_jax.config.copies import own_copy
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, failures_as, one_line
-from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures, own_copy
+from grpo_jax.rollout.data import Row, as_chat_messages, map_pictures
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pictures import open_picture
 from grpo_jax.rollout.pipeline import set_current_judge

@@ -107,6 +107,16 @@ def test_objects_of_python_stand_in_their_places():
     assert same.sampling.max_new_tokens == 128 != config.sampling.max_new_tokens  # a task's defaults are make_config's
 
 
+def test_a_config_keeps_what_it_was_given():
+    """A loop over settings may change and reuse its dictionaries."""
+    options = {"patterns": ["a"]}
+    given = {"task": "text", "policy": {"path": "x"}, "rewards": [{"name": "m:f", "options": options}]}
+    first = make_config(given)
+    options["patterns"].append("b")
+    second = make_config(given)
+    assert [config.rewards[0].options["patterns"] for config in (first, second)] == [["a"], ["a", "b"]]
+
+
 def test_a_difference_is_told_with_both_values():
     saved = identity(make_config(task="text", seed=1, judges={"a": "open_clip"}))
     now = make_config(task="text", seed=2, judges={"a": {"kind": "open_clip", "dtype": "bfloat16"}, "b": "open_clip"})

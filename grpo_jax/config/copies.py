@@ -1,7 +1,5 @@
 """Copies of values that user code gave or gets: neither sees what the other changes later."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import MutableMapping, MutableSequence, MutableSet

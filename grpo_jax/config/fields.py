@@ -56,11 +56,7 @@ Options = dict[str, Annotated[Any, BeforeValidator(_yaml_value)]]
 """Keyword arguments of undeclared types."""
 
 
-def _split(value: Any) -> Any:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-Each = BeforeValidator(_split)
+Each = BeforeValidator(lambda one: [*filter(None, map(str.strip, one.split(",")))] if isinstance(one, str) else one)
 """Mark of a list that may be given as text, with commas between its entries."""
 Words = Annotated[list[str], Each]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]

@@ -12,7 +12,7 @@ import json
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_jax.config.files import read_json
@@ -107,17 +107,14 @@ async def _connect(address: SplitResult) -> Any:
             return exc  # redirects are not followed
 
     url = address._replace(scheme=address.scheme.replace("http", "ws")).geturl()
+    proxy = None if address.hostname in ("localhost", "127.0.0.1", "::1") else True
     for attempt in range(_ATTEMPTS):
         try:
-            return await Connect(f"{url.rstrip('/')}/ws", open_timeout=_CONNECT_SECONDS, proxy=_proxy(address))
+            return await Connect(f"{url.rstrip('/')}/ws", open_timeout=_CONNECT_SECONDS, proxy=proxy)
         except (OSError, WebSocketException) as error:
             if attempt == _ATTEMPTS - 1:
                 raise EnvError(f"{address.netloc}: no connection: {one_line(error)}") from error
             await asyncio.sleep(0.5 * 2**attempt)
-
-
-def _proxy(address: SplitResult) -> Literal[True] | None:
-    return None if address.hostname in ("localhost", "127.0.0.1", "::1") else True
 
 
 @functools.cache

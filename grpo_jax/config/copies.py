@@ -10,16 +10,16 @@ _MUTABLE = (MutableSequence, MutableMapping, MutableSet)
 _ARRAYS = ("numpy", "ndarray", "copy"), ("torch", "Tensor", "clone"), ("PIL.Image", "Image", "copy")
 
 
-def own_copy(value: Any) -> Any:
-    """Copy nested lists, tuples, dictionaries, sets, and arrays, tensors and Pillow's pictures; share all the rest."""
+def own_copy(value: Any, *, arrays: bool = True) -> Any:
+    """Copy nested lists, tuples, dictionaries and sets, and `arrays`, tensors and Pillow's pictures; share the rest."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is dict:
-        return {name: own_copy(item) for name, item in value.items()}
+        return {name: own_copy(item, arrays=arrays) for name, item in value.items()}
     if kind in (list, tuple, set):
-        return kind(value if _PLAIN.issuperset(map(type, value)) else map(own_copy, value))
-    for module, name, copied in _ARRAYS:  # without importing them
+        return kind(value if _PLAIN.issuperset(map(type, value)) else (own_copy(item, arrays=arrays) for item in value))
+    for module, name, copied in _ARRAYS if arrays else ():  # without importing them
         if isinstance(value, getattr(sys.modules.get(module), name, ())):
             return getattr(value, copied)()
     return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value

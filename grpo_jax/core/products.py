@@ -31,13 +31,9 @@ def narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return narrow_dot(x, kernel).astype(x.dtype)
 
 
-def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return narrow_product(x, kernel), (x, kernel)
-
-
 def _backward(factors: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = factors
     return narrow_dot(gradient, kernel, 1).astype(x.dtype), narrow_outer(x, gradient).astype(kernel.dtype)
 
 
-narrow_product.defvjp(_forward, _backward)
+narrow_product.defvjp(lambda x, kernel: (narrow_product(x, kernel), (x, kernel)), _backward)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.copies import own_copy
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import IN_PYTHON, import_path
@@ -157,7 +158,8 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
     plain = [
-        {key: cell.item() if isinstance(cell, np.generic) else cell for key, cell in row.items()} for row in listed
+        {key: one.item() if isinstance(one, np.generic) else own_copy(one, arrays=False) for key, one in row.items()}
+        for row in listed  # pictures stay shared: they may be files that nobody has read
     ]
     return load_prompts(plain, **how)
 

@@ -97,6 +97,21 @@ def test_a_run_from_python_is_evaluated_on_its_own_prompts(finished, own, tmp_pa
     assert measured["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
 
 
+def test_rows_that_change_during_a_run_change_nothing(config, tmp_path):
+    """Those of prompts.jsonl are trained on, or a resumed run would be another."""
+    records = [{"prompt": f"{letter} tree", "facts": {"visits": [0]}} for letter in "abcdefgh"]
+
+    def visits(completions, facts):
+        return [float(one["visits"][0]) for one in facts]
+
+    def visit(event):
+        for record in records:
+            record["facts"]["visits"][0] += 1
+
+    summary = run(config(tmp_path / "run"), prompts=records, rewards=[visits], on_iteration=visit)
+    assert records[0]["facts"] == {"visits": [2]} and summary["reward"] == 0
+
+
 def test_a_new_best_checkpoint_is_printed(finished):
     assert "new best checkpoint after iteration " in (finished[0] / "train.log").read_text()
 

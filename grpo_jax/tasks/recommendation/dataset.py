@@ -296,7 +296,8 @@ def _user(generator: np.random.Generator, items: int, length: int, fickle: float
     seen = np.where(generator.random(length) < fickle, others, brand)
     seen[-1] = brand
     steps = np.arange(length)
-    rows = _row(seen, (colour + steps) % len(COLOURS), material, (kind + steps) % len(KINDS))
+    looks = (seen * len(COLOURS) + (colour + steps) % len(COLOURS)) * len(MATERIALS) + material
+    rows = looks * len(KINDS) + (kind + steps) % len(KINDS)  # in the order of `make_catalogue_of_words`
     taken = set(rows.tolist())
     for step in np.flatnonzero(generator.random(length) < noise):
         row = int(generator.integers(items))
@@ -305,8 +306,3 @@ def _user(generator: np.random.Generator, items: int, length: int, fickle: float
         taken.add(row)
         rows[step] = row
     return tuple(rows.tolist())
-
-
-def _row(brand: np.ndarray, colour: np.ndarray, material: int, kind: np.ndarray) -> np.ndarray:
-    """Return rows in the order of `make_catalogue_of_words`."""
-    return ((brand * len(COLOURS) + colour) * len(MATERIALS) + material) * len(KINDS) + kind

@@ -234,6 +234,14 @@ WORDS = {
     "long": call("echo", text="a" * 400),
     "end": "It is done.",
 }
+SHOWN = (
+    *("system\n", "user\n", "assistant\n", "<tool_response>", "</tool_response>", "add", "take", "increment", ", "),
+    *('increment: ["step"]', 'add: ["a"]', 'take: ["n"]', "ment the counter by ", "Please. ", " Your card is "),
+    *("error: no tool '", "', there are ", "error: step: Missing required argument; by: Unexpected keyword argument"),
+    *("error: the result is too long to be read", "error: so many are not left", " left"),
+)
+"""Parts of prompts and observations, a token each: as few tokens for all runs, whose programs then have one shape."""
+SIZE = VOCAB_SIZE + len(WORDS) + len(SHOWN)
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +249,9 @@ def home(tmp_path_factory):
     """Tools, and a policy to which whole calls are one token each."""
     home = tmp_path_factory.mktemp("tools")
     (home / "tools.py").write_text(TOOLS)
-    policy = causal_lm(home / "policy", vocab_size=VOCAB_SIZE + len(WORDS), num_hidden_layers=1)
+    policy = causal_lm(home / "policy", vocab_size=SIZE, num_hidden_layers=1)
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.add_tokens([*WORDS.values()])
+    tokenizer.add_tokens([*WORDS.values(), *SHOWN])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(policy)
     rows = [{"prompt": [{"role": "user", "content": f"Go {n}."}], "start": n} for n in range(1, 13)]
@@ -251,21 +259,21 @@ def home(tmp_path_factory):
     return home
 
 
-def values(home, tools, rewards=(), turns=3):
+def values(home, tools, rewards=(), held_out=0.0):
     """All of one shape, and with the same words allowed: one run's programs are another's."""
     tokenizer = AutoTokenizer.from_pretrained(home / "policy")
     allowed = tokenizer.convert_tokens_to_ids([*WORDS.values()])
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    forbidden = sorted({*range(VOCAB_SIZE + len(WORDS))} - {*allowed, *ends})
+    forbidden = sorted({*range(SIZE)} - {*allowed, *ends})
     return {
         "task": {"kind": "text", "seeds": 32},
         "report_to": [],
         "policy": {"path": str(home / "policy"), "remat": "none"},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
-        | {"max_prompt_tokens": 200},
-        "sampling": {"turns": turns, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200},
+        | {"max_prompt_tokens": 64, "held_out": held_out},
+        "sampling": {"turns": 2, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 28},
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
-        "evaluation": {"every": 1, "samples": 0},
+        "evaluation": {"every": 1, "samples": 0, "prompts": 1, "validation_prompts": 1},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
     }
 
@@ -273,7 +281,7 @@ def values(home, tools, rewards=(), turns=3):
 @pytest.fixture(scope="module")
 def increments(home):
     """TRL's own example, without a data set."""
-    train_values(values(home, ["IncrementEnv"], turns=2), home / "increments")
+    train_values(values(home, ["IncrementEnv"], held_out=0.2), home / "increments")
     return home / "increments"
 
 
@@ -365,7 +373,7 @@ def test_configs_of_one_process_keep_their_own_tools(home, tmp_path):
             return self.size
 
     def config(size, run_dir, **changes):
-        given = values(home, [], turns=2)
+        given = values(home, [])
         given["data"]["tools"] = functools.partial(Sized, size)
         return make_config(given | {"run_dir": str(tmp_path / run_dir)} | changes)
 
@@ -383,7 +391,7 @@ def test_configs_of_one_process_keep_their_own_tools(home, tmp_path):
 def test_the_rows_column_chooses_among_classes(home, tmp_path, capsys):
     """As in TRL: its object, its tools alone, in the prompt too, and its reward; another name is refused."""
     named = {name: f"{home}/tools.py:{path}" for name, path in (("inc", "IncrementEnv"), ("cards", "Cards"))}
-    rows = [{"prompt": f"Go {n}. ", "deck": [n], "environment": ["inc", "cards"][n % 2]} for n in range(12)]
+    rows = [{"prompt": f"{n} ", "deck": [n], "environment": ["inc", "cards"][n % 2]} for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = values(home, ["add"])
     given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
@@ -711,7 +719,7 @@ def test_the_bundled_policy_plays_a_class_with_two_tools(home, tmp_path):
         "task": {"kind": "text", "seeds": 16},
         "report_to": [],
         "policy": {"path": "miniature", "remat": "none"},
-        "data": {"tools": [f"{home}/two_tools.py:Counter"]},
+        "data": {"tools": [f"{home}/two_tools.py:Counter"], "held_out": 0},
         "sampling": {"turns": 2, "group_size": 2, "max_new_tokens": 4, "max_observation_tokens": 32},
         "training": {"prompts_per_batch": 2, "max_steps": 1, "save_every": 0},
         "evaluation": {"every": 0, "samples": 0},

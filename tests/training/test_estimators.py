@@ -154,12 +154,9 @@ def test_the_update_puts_the_weights_in():
     assert "importance_weight" not in unweighted["measured"]
 
 
-@pytest.mark.parametrize("training", [{}, {"minibatches": 2, "grad_accumulation_steps": 2}])
-def test_the_token_baseline_has_the_probabilities_of_all_tokens(training):
-    """Old log-probabilities and Σπ² of a dense softmax give the advantages that the loss gets."""
-    batch = tiny_update.make_batch()
-    section = AlgorithmSection(advantage="optimal_token_baseline", preset="bnpo", entropy_share=0.8)
-    variables, _, report = tiny_update.updated(batch, section, **training)
+@jax.jit
+def dense_baseline(variables, batch):
+    """Advantages from the probabilities of all tokens."""
     policy = Policy(tiny_update.CONFIG, remat="none")
     hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, batch.tokens, batch.mask)
     logits = policy.logits("pgtd,vd->pgtv", hidden, policy.head(variables)) / tiny_update.TEMPERATURE
@@ -167,7 +164,16 @@ def test_the_token_baseline_has_the_probabilities_of_all_tokens(training):
     chosen = jnp.take_along_axis(logs, batch.tokens[..., None], axis=-1)[..., 0]
     squares = jnp.sum(jnp.exp(logs) ** 2, axis=-1)
     kept = high_entropy_mask(-jnp.sum(jnp.exp(logs) * logs, axis=-1), batch.mask, share=0.8).astype(jnp.float32)
-    expected = optimal_token_advantages(batch.advantages, chosen, squares, batch.mask, weights=kept)
+    return optimal_token_advantages(batch.advantages, chosen, squares, batch.mask, weights=kept)
+
+
+@pytest.mark.parametrize("training", [{}, {"minibatches": 2, "grad_accumulation_steps": 2}])
+def test_the_token_baseline_has_the_probabilities_of_all_tokens(training):
+    """Old log-probabilities and Σπ² of a dense softmax give the advantages that the loss gets."""
+    batch = tiny_update.make_batch()
+    section = AlgorithmSection(advantage="optimal_token_baseline", preset="bnpo", entropy_share=0.8)
+    variables, _, report = tiny_update.updated(batch, section, **training)
+    expected = dense_baseline(variables, batch)
     np.testing.assert_allclose(report["advantages"], expected, atol=1e-5)
     mean = np.asarray(expected)[np.asarray(batch.mask)].mean()
     assert float(report["metrics"]["policy"].advantage.value()) == pytest.approx(mean, abs=1e-5)

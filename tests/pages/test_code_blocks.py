@@ -23,7 +23,11 @@ ELSEWHERE = {
 """Pages whose blocks another test runs, with what they print or make."""
 WHOLE = ("tutorial", "recipes")
 """Folders of docs/ whose pages other tests run whole, with their files, commands and what they print."""
-SMALL = {"sampling": {"group_size": 2, "max_new_tokens": 4}, "training": {"max_steps": 1, "prompts_per_batch": 2}}
+SMALL = {
+    "sampling": {"group_size": 2, "max_new_tokens": 4},
+    "training": {"max_steps": 1, "prompts_per_batch": 2},
+    "evaluation": {"samples": 0},
+}
 WIDE = ("docs/runs.md", "docs/coming_from_trl.md")
 """Pages whose calls the tests of runs and of the page itself make too."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
@@ -74,10 +78,10 @@ def desk(things, tmp_path, monkeypatch):
     return tmp_path
 
 
-def scope_of(page: str) -> dict:
-    """Return the names of a page's blocks after they ran."""
+def scope_of(page: str, *, having: str = "") -> dict:
+    """Return the names of a page's blocks after they ran, those with a text in them."""
     scope: dict = {"__name__": "__main__"}
-    for block in blocks(page):
+    for block in filter(lambda block: having in block, blocks(page)):
         exec(compile(block, page, "exec"), scope)
     return scope
 
@@ -93,7 +97,7 @@ def test_python_of_a_page_runs(page, desk):
 
 
 def test_a_tool_is_answered_and_judged():
-    scope = scope_of("docs/turns.md")
+    scope = scope_of("docs/turns.md", having="def right")
     asks, ends = (Episode((Turn(text, text),)) for text in ("<sum>1 2 39</sum>", "It is 42."))
     assert scope["step"]([{}, {}], [asks, ends]) == ["42", None]
     assert scope["right"](["?"] * 2, ["It is 42.", "41"], ["42", "42"], [asks, ends]) == [1.0, 0.0]
@@ -111,9 +115,9 @@ def test_the_python_of_the_readme_trains_and_answers(desk, monkeypatch, capsys):
 
 
 def test_rewards_of_the_pages_tell_right_from_wrong():
-    animal = scope_of("docs/pictures.md")["names_the_animal"]
+    animal = scope_of("docs/pictures.md", having="def names_the_animal")["names_the_animal"]
     assert animal(["?"] * 2, ["a cat", "a dog"], [None, None], ["cat", "cat"]) == [1.0, 0.0]
-    brand = scope_of("docs/recommendation.md")["brand"]
+    brand = scope_of("docs/recommendation.md", having="def brand")["brand"]
     assert brand(["alder red lamp", "birch red lamp"], ["alder blue chair"] * 2) == [1.0, 0.0]
     scope: dict = {}
     exec(blocks("README.md")[0], scope)

@@ -52,6 +52,17 @@ def keys_for(prompt_ids):
     return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(np.asarray(prompt_ids))
 
 
+def logprobs_of_update(policy, variables, prompts, samples, **options):
+    """Those of the shared full forward pass, as one program."""
+
+    @jax.jit
+    def read(variables):
+        hidden = policy.forward_group(variables, *prompts, samples.tokens, samples.mask)
+        return token_logprobs(hidden, policy.head(variables), samples.tokens, **options)[0]
+
+    return np.asarray(read(variables))
+
+
 def test_logprobs_are_those_of_the_updates_forward(loaded, variables):
     # One distribution is trained: cached decoding and the shared full forward must agree on it.
     policy = Policy(loaded.config)
@@ -61,9 +72,8 @@ def test_logprobs_are_those_of_the_updates_forward(loaded, variables):
     sample = make_sampler(policy, params, eos_ids=ends, pad_id=loaded.pad_id, allowed_tokens=allowed)
     tokens, mask = encode(loaded, TEXTS)
     samples = sample(variables, tokens, mask, keys_for([0, 1, 2]))
-    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
-    logprobs, _ = token_logprobs(
-        hidden, policy.head(variables), samples.tokens, temperature=1.3, allowed_tokens=allowed
+    logprobs = logprobs_of_update(
+        policy, variables, (tokens, mask), samples, temperature=1.3, allowed_tokens=allowed
     )
     drawn = np.asarray(samples.mask)
     assert len(set(drawn.sum(-1).ravel())) > 2
@@ -81,8 +91,7 @@ def test_a_growing_cache_and_fewer_rows_are_the_updates_forward(loaded, variable
     sample = make_sampler(policy, SamplingParams(8, steps), eos_ids=ends, pad_id=loaded.pad_id)
     samples = sample(variables, tokens, mask, keys_for(range(4)))
     drawn = np.asarray(samples.mask)
-    hidden = policy.forward_group(variables, tokens, mask, samples.tokens, samples.mask)
-    logprobs, _ = token_logprobs(hidden, policy.head(variables), samples.tokens)
+    logprobs = logprobs_of_update(policy, variables, (tokens, mask), samples)
     np.testing.assert_allclose(samples.logprobs[drawn], logprobs[drawn], atol=1e-4, rtol=0)
     continuing = drawn.sum((0, 1))
     assert (continuing <= 8).sum() > 2 and continuing[-1] > 0 and (drawn[..., -1].sum(-1) > 0).sum() > 1

@@ -1,7 +1,5 @@
 """Episodes with pictures in observations: sampler and update see the same."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +61,11 @@ def played(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     seeing_folder(folder / "policy", request.param)
     ctx = load(configured(folder), lambda *_: None, prompts=make_prompt_set(RECORDS))
-    moved = partial(jax.tree.map, lambda leaf: leaf + 0.02 * jnp.cos(jnp.arange(leaf.size).reshape(leaf.shape)))
-    variables = moved(ctx.policy.variables)
+
+    def moved(leaf):
+        return jnp.asarray(leaf + 0.02 * np.cos(np.arange(leaf.size)).reshape(leaf.shape), leaf.dtype)
+
+    variables = jax.tree.map(moved, jax.device_get(ctx.policy.variables))
     return ctx, variables, *drawn(ctx, variables)
 
 
@@ -92,7 +93,7 @@ def test_the_updates_logprobs_are_the_samplers(played):
         pictures=batch.pictures
         | {"observations": jax.tree.map(lambda array: array[:, ::-1], batch.pictures["observations"])}
     )
-    moved = np.abs(np.where(mask, forward(variables, other).logprobs, 0) - np.where(mask, came, 0))
+    moved = np.abs(np.where(mask, np.asarray(forward(variables, other).logprobs), 0) - np.where(mask, came, 0))
     later = mask & (np.asarray(batch.turn) > 0)
     pictured = np.array([row.id % 3 != 2 for row in played[2].rows])
     assert (moved * later).max(axis=(1, 2))[pictured].min() > 1e-3  # what the other completion saw says something else

@@ -10,7 +10,6 @@ import yaml
 from support.rollouts import single_turns
 from support.text_task import assert_same_run, episodes_of, rewound, train_here
 
-from grpo_jax import demo
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
@@ -156,7 +155,8 @@ def test_the_demo_plays_held_out_episodes_and_refuses_other_prompts(run):
     with ExitStack() as exit_stack:
         session = InferenceSession(run, lambda *_: None, exit_stack)
         prompt = next(row.prompt for row in session.ctx.test_rows if row.columns["environment"] == "Count")
-        assert "seen" in demo.answer(session, prompt, 1, ["final"])
+        (episode,) = session.write(session.row(prompt, 1), "final")
+        assert "seen" in episode.turns[0].observation.text
         with pytest.raises(UserError, match="environments make their own prompts; choose a held-out prompt"):
             session.row("b", 1)
 

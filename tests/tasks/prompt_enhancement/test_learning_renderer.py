@@ -23,6 +23,7 @@ from grpo_jax.rollout.pictures import RenderedImages
 from grpo_jax.rollout.rewards import Score
 from grpo_jax.rollout.rollout import RolloutFns, judge
 from grpo_jax.runs.directory import read_metrics
+from grpo_jax.tasks import pictures as picture_tasks
 from grpo_jax.tasks.renderer import noise_seeds, picture_advantages
 
 LEARNS = {"train": {"lora": {"rank": 2, "alpha": 4.0}, "learning_rate": 2.0e-3}}
@@ -33,13 +34,22 @@ def config_of(renderer=LEARNS, **more):
     return make_config({"task": "prompt_enhancement", "judges": {"renderer": renderer}}, **more)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_prompts():
+    """A run reads all of them before it begins."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture_tasks, "TRAINING_PROMPTS", 32)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run of four iterations in which both models learn, with two pictures of each text."""
     run_dir = tmp_path_factory.mktemp("runs") / "joint"
     small = ["--training.prompts_per_batch=2", "--sampling.group_size=2", "--training.inner_epochs=1"]
     small += ["--training.max_steps=4", "--training.save_every=2", "--report_to="]
-    held_out = ["--evaluation.prompts=6", "--evaluation.validation_prompts=6", "--evaluation.every=2"]
+    small += ["--optimizer.schedule=constant"]  # a longer run then has the same programs
+    held_out = ["--evaluation.prompts=2", "--evaluation.validation_prompts=2", "--evaluation.every=2"]
     learns = [f"--judges.renderer.train={json.dumps(LEARNS['train'])}", "--judges.renderer.pictures=2"]
     learns += ["--judges.renderer.steps=2", "--judges.renderer.eval_steps=2", "--evaluation.samples=0"]
     arguments = ["--config=prompt_enhancement_scenes", *small, *held_out, *learns, f"--run_dir={run_dir}"]
@@ -61,7 +71,7 @@ def test_metrics_and_report_have_the_renderers_part(run):
 
 def test_with_learns_renderer_the_policy_stays_as_it_was(run, tmp_path):
     config = yaml.safe_load((run / "config.yaml").read_text())
-    config["training"] |= {"learns": "renderer", "max_steps": 1}
+    config["training"] |= {"learns": "renderer", "max_steps": 1, "save_every": 0}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert train.main([f"--config={tmp_path / 'config.yaml'}", f"--run_dir={tmp_path / 'run'}"]) == 0
     (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -90,7 +100,8 @@ def test_a_killed_run_continues_bit_for_bit(run, tmp_path):
 def test_a_run_stops_if_no_update_of_its_renderer_is_finite(run, tmp_path, capsys):
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["judges"]["renderer"]["train"]["beta"] = 1e-39  # 1 / beta is infinite in float32
-    config["training"]["max_steps"], config["evaluation"]["every"] = 9, 0
+    config["training"] |= {"max_steps": 9, "save_every": 0}
+    config["evaluation"]["every"] = 0
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     for count, arguments in ((3, [f"--config={tmp_path / 'config.yaml'}"]), (4, ["--resume"])):
         assert train.main([*arguments, f"--run_dir={tmp_path / 'run'}"]) == 2

@@ -49,19 +49,14 @@ def test_values_and_gradients_are_those_of_the_plain_formula(temperature, softca
     wanted, expected = jax.jit(
         lambda h, w: (whole(h, w), jax.grad(functools.partial(mixed, plain), (0, 1))(h, w, tokens, **options))
     )(hidden, head)
-    values = token_logprobs(hidden, head, tokens, temperature=temperature, allowed_tokens=allowed, softcap=softcap)
+    given = {"temperature": temperature, "allowed_tokens": allowed, "softcap": softcap}
+    values = jax.jit(lambda h, w: token_logprobs(h, w, tokens, **given))(hidden, head)
     for got, want in zip(values, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10)
     for chunk in (7, 1024):
         got = jax.jit(
-            jax.grad(
-                lambda h, w, c=chunk: mixed(
-                    token_logprobs, h, w, tokens,
-                    temperature=temperature, allowed_tokens=allowed, softcap=softcap, chunk_size=c,
-                ),
-                (0, 1),
-            )
-        )(hidden, head)  # fmt: skip
+            jax.grad(lambda h, w, c=chunk: mixed(token_logprobs, h, w, tokens, **given, chunk_size=c), (0, 1))
+        )(hidden, head)
         for part, plain_part in zip(got, expected, strict=True):
             assert part.dtype == jnp.float64
             np.testing.assert_allclose(part, plain_part, rtol=1e-10, atol=1e-12)

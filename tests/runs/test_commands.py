@@ -8,7 +8,7 @@ import shutil
 import pytest
 import yaml
 from support.folders import load_folder
-from support.text_task import final_state, finished_run, rows, train_here
+from support.text_task import SHORT, final_state, finished_run, rows, train_here
 from support.tiny_models import causal_lm
 
 from bridges import placement
@@ -95,10 +95,10 @@ def test_commands_show_jax_the_card_of_the_policy_alone(cards, shown, finished, 
 
 def test_judges_round_products_as_the_policy_does(place, tmp_path, rounding):
     (tmp_path / "mine.py").write_text("def mine(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
-    small = ["--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.every=0", "--data.held_out=0"]
+    small = ["--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"]
     judge = ["--judges.mine=function", f"--judges.mine.name={tmp_path / 'mine.py'}:mine"]
     options = [*small, *judge, "--policy.matmul_precision=highest"]
-    assert train_here(place.config, tmp_path / "run", *options) == 0
+    assert train_here(place.config, tmp_path / "run", *options, *SHORT) == 0
     assert [part.allow_tf32 for part in rounding] == [False] * 2
 
 

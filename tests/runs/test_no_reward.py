@@ -29,6 +29,7 @@ def values(place, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:{name}"} for name in ("rare", "never")]
+    values["optimizer"]["schedule"] = "constant"
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "max_steps": 4}
     return values | {"algorithm": {}, "evaluation": {"every": 0, "prompts": 2, "samples": 0}}
 

@@ -27,6 +27,7 @@ def config(place, tmp_path_factory):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {"advantage": "grpo", "standardise_rewards": True}
     values["evaluation"] = {"every": 0, "samples": 0}
+    values["data"]["held_out"] = 0
     values["training"] = {"prompts_per_batch": 4, "max_steps": 3, "save_every": 1}
     values["rewards"] = [{"name": f"{judge}:scaled"}, {"name": f"{judge}:spaces", "weight": 2.0}]
     return values

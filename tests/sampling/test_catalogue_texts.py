@@ -163,10 +163,15 @@ def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
             for x in (logprobs, entropy**2)
         )
 
-    for got, expected in zip(chunked(hidden, head), plain(hidden, head), strict=True):
-        np.testing.assert_allclose(np.asarray(got)[mask], np.asarray(expected)[mask], rtol=1e-10, atol=1e-12)
-    got, expected = (jax.jit(jax.grad(partial(pulled, f), (0, 1)))(hidden, head) for f in (chunked, plain))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11), got, expected)
+    def both(function):
+        """Values and gradients."""
+        slopes = jax.grad(partial(pulled, function), (0, 1))
+        return jax.jit(lambda *given: (function(*given), slopes(*given)))(hidden, head)
+
+    (values, came), (wanted, expected) = both(chunked), both(plain)
+    for got, value in zip(values, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(got)[mask], np.asarray(value)[mask], rtol=1e-10, atol=1e-12)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11), came, expected)
 
 
 def test_a_ranking_of_all_texts_has_the_score_of_every_text_alone(model, trie, exact, monkeypatch):

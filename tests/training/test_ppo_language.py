@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny_update
+from support.compiled import compiled
 from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
 from grpo_jax.config.sections import AlgorithmSection, PPOSection
@@ -127,8 +128,8 @@ def test_preset_bnpo_is_ppo(batch):
         old_values=seen.values, returns=seen.values + 2.0, scores=None,
     )  # fmt: skip
     objective = make_policy_objective(forward, loss_options(SECTION, max_new_tokens=STEPS), PPO)
-    loss, _ = objective(variables, batch, None)
-    policy, _ = ppo_loss(
+    loss = jax.jit(lambda *given: objective(*given, None)[0])(variables, batch)
+    policy, _ = compiled(ppo_loss)(
         seen.logprobs, batch.old_logprobs, batch.advantages, batch.mask, entropy=seen.entropy, entropy_coef=0.05
     )
     assert float(loss) == pytest.approx(float(policy) + 0.5 * 0.5 * 2.0**2, rel=1e-5)

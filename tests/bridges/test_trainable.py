@@ -72,7 +72,7 @@ def nft_in_torch(v, old, x0, x_t, t, advantage):
     return total
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd3.5", "flux"])
+@pytest.mark.parametrize("name", [pytest.param("sd3", marks=pytest.mark.wide), "sd3.5", "flux"])
 def test_the_gradient_through_the_bridge_is_that_of_torch(judges, name):
     options = {"old_decay": {"maximum": 1.0, "factor": 0.3}, "max_grad_norm": 1e9, "reference_coef": 0.3}
     renderer = make(judges[name], beta=0.5, **options)
@@ -236,7 +236,7 @@ def test_pipelines_that_cannot_be_trained_are_refused_before_weights_are_read(ju
         TrainableRenderer(make(judges["sd3"]), training, seed=0)
 
 
-@pytest.mark.parametrize("name", ["sd3.5", "flux"])
+@pytest.mark.parametrize("name", ["sd3.5", pytest.param("flux", marks=pytest.mark.wide)])
 def test_the_planned_activations_are_those_that_torch_keeps(judges, name):
     renderer = make(judges[name], micro_batch=4, times=1)
     drawn(renderer, evaluation=False)

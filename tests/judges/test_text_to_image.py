@@ -148,7 +148,7 @@ def test_a_picture_does_not_depend_on_its_company(kind, load):
     assert torch.equal(renderer.draw(prompts[2:3], seeds[2:3], evaluation=False), together[2:3])
 
 
-@each_kind
+@some_kinds
 def test_two_batches_side_by_side_draw_the_pictures_of_one_at_a_time(kind, folders, monkeypatch):
     prompts, seeds = [f"dog {letter}" for letter in "abcdefgh"], list(range(8))
     alone = judge_of(kind, folders[kind], batch_size=2).load("cpu").draw(prompts, seeds, evaluation=False)

@@ -142,7 +142,11 @@ def test_a_gpu_decodes_from_matrices_in_the_type_of_the_computation():
 
 @pytest.mark.parametrize(
     ("steps", "apart", "by_row"),
-    [(127, False, True), pytest.param(301, False, False, marks=pytest.mark.wide), (301, True, True)],
+    [
+        pytest.param(127, False, True, marks=pytest.mark.wide),
+        pytest.param(301, False, False, marks=pytest.mark.wide),
+        (301, True, True),
+    ],
 )
 def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
     """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""

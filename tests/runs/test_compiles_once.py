@@ -33,7 +33,7 @@ def compiled():
     return found
 
 
-@pytest.mark.parametrize("updates", ["one", "several ahead"])
+@pytest.mark.parametrize("updates", [pytest.param("one", marks=pytest.mark.wide), "several ahead"])
 def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled, monkeypatch, own_programs):
     """With one update per batch it is the second iteration that takes what an update gave."""
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))

@@ -152,7 +152,8 @@ def test_another_base_or_teacher_of_the_same_shapes_is_refused(config, tmp_path,
     base, other, teacher = (causal_lm(tmp_path / str(seed), seed=seed, num_hidden_layers=1) for seed in range(3))
     values["policy"] |= {"path": str(base), "lora": {"rank": 2}}
     values["algorithm"] = {"advantage": "opd", "preset": "bnpo", "teacher": str(teacher)}
-    values["data"]["held_out"] = 0.25
+    values["data"]["held_out"], values["evaluation"]["prompts"] = 0.25, 1
+    values["optimizer"]["schedule"] = "constant"  # the longer run has the same programs
     run, resumed = tmp_path / "run", ["--resume", "--training.max_steps=2"]
     train_values(values, run, "--training.max_steps=1", judge="work:0")
     commands = {

@@ -118,7 +118,7 @@ ALLOWED = np.arange(VOCABULARY) % 3 != 0
     [
         ({}, None),
         ({"top_k": 50, "top_p": 0.7, "min_p": 0.02, "temperature": 1.2}, ALLOWED),
-        ({"top_p": 0.9, "min_p": 0.02, "temperature": 0.8}, ALLOWED),
+        pytest.param({"top_p": 0.9, "min_p": 0.02, "temperature": 0.8}, ALLOWED, marks=pytest.mark.wide),
     ],
 )
 def test_frequencies_and_logprobs_match_the_softmax(settings, allowed):

@@ -72,9 +72,7 @@ def test_logprobs_are_those_of_the_updates_forward(loaded, variables):
     sample = make_sampler(policy, params, eos_ids=ends, pad_id=loaded.pad_id, allowed_tokens=allowed)
     tokens, mask = encode(loaded, TEXTS)
     samples = sample(variables, tokens, mask, keys_for([0, 1, 2]))
-    logprobs = logprobs_of_update(
-        policy, variables, (tokens, mask), samples, temperature=1.3, allowed_tokens=allowed
-    )
+    logprobs = logprobs_of_update(policy, variables, (tokens, mask), samples, temperature=1.3, allowed_tokens=allowed)
     drawn = np.asarray(samples.mask)
     assert len(set(drawn.sum(-1).ravel())) > 2
     assert allowed[np.asarray(samples.tokens)[drawn]].all()

@@ -167,7 +167,9 @@ def dense_baseline(variables, batch):
     return optimal_token_advantages(batch.advantages, chosen, squares, batch.mask, weights=kept)
 
 
-@pytest.mark.parametrize("training", [{}, {"minibatches": 2, "grad_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "training", [pytest.param({}, marks=pytest.mark.wide), {"minibatches": 2, "grad_accumulation_steps": 2}]
+)
 def test_the_token_baseline_has_the_probabilities_of_all_tokens(training):
     """Old log-probabilities and Σπ² of a dense softmax give the advantages that the loss gets."""
     batch = tiny_update.make_batch()

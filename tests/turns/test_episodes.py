@@ -199,7 +199,9 @@ def test_the_updates_logprobs_are_the_samplers(architecture, rollout):
 def test_kept_tokens_of_every_turn_restrict_the_update():
     """With a sampling mask, the update's log-probabilities are the restricted sampler's in each turn."""
     model = tiny("llama")
-    rollout = play(make_environment(turns=2), sample=sampler(restrictions={"top_k": 4, "top_p": 0.9, "keep_mask": True}))
+    rollout = play(
+        make_environment(turns=2), sample=sampler(restrictions={"top_k": 4, "top_p": 0.9, "keep_mask": True})
+    )
     samples = rollout.samples
     assert samples.kept.shape == (4, GROUP, STREAM, 4) and samples.turn[samples.mask].max() > 0
     assert (samples.kept[~samples.mask] == -1).all()

@@ -94,7 +94,7 @@ def test_positions_are_those_of_get_rope_index(world):
         np.testing.assert_array_equal(found.advance, mask.sum(1) + deltas[:, 0].numpy())
 
 
-@pytest.mark.parametrize("world", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("world", [pytest.param("qwen2_5_vl", marks=pytest.mark.wide), "qwen3_vl"], indirect=True)
 def test_logprobs_and_gradients_of_grpo_are_those_of_torch(world, policy):
     """Prompt and pictures once for the group here, a copy per completion there; decoder, merger and tower trained."""
     batch, rows = make_batch(), tiny.draw(world.config, GRIDS)

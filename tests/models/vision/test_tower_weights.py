@@ -83,7 +83,7 @@ def adapted(world, rank=2):
     return lora, fresh, jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
 
 
-@pytest.mark.parametrize("world", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("world", [pytest.param("qwen2_5_vl", marks=pytest.mark.wide), "qwen3_vl"], indirect=True)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_computes_what_we_compute(world, tmp_path):
     peft = pytest.importorskip("peft")

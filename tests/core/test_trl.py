@@ -24,7 +24,22 @@ from grpo_jax.training.objectives import loss_options
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize(("seed", "case"), list(enumerate(CASES + SELECTION)), ids=lambda part: getattr(part, "id", ""))
+OF_GRPO = ("clip 0", "dual clip", "entropy bonus", "KL", "sampler weights", "tokens of high entropy")
+"""Settings that grpo has in the default run; presets of its ratio and surrogate have "both, KL, entropy bonus"."""
+
+
+def marks(case):
+    """Of settings that differ from one of grpo's by the aggregation alone."""
+    alike = case.function in ("grpo_loss, dr_grpo", "grpo_loss, dapo", "grpo_loss, bnpo")
+    repeated = case.setting.startswith(OF_GRPO) and not case.setting.startswith("KL corrected")
+    return [pytest.mark.wide] * (alike and repeated)
+
+
+@pytest.mark.parametrize(
+    ("seed", "case"),
+    [pytest.param(*numbered, marks=marks(numbered[1])) for numbered in enumerate(CASES + SELECTION)],
+    ids=lambda part: getattr(part, "id", ""),
+)
 def test_agrees_with_trl(seed, case):
     """Each on numbers of its own; docs/make_oracles.py draws more."""
     value, gradient = run(case, seed)

@@ -43,7 +43,6 @@ def config_of(folder, name, **changes):
         "sft": {"steps": 3, "batch": 8},
         "data": {"max_prompt_tokens": 32},
         "sampling": {"group_size": 4, "max_new_tokens": 5},
-        "algorithm": {"kl_coef": 0.1},
         "optimizer": {"learning_rate": 0.01},
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
         "rewards": [

@@ -90,7 +90,8 @@ def scope_of(page: str, *, having: str = "") -> dict:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.wide] * (page in WIDE)) for page in WITH_PYTHON]
 )
-def test_python_of_a_page_runs(page, desk):
+def test_python_of_a_page_runs(page, desk, monkeypatch):
+    monkeypatch.setitem(SMALL, "data", {"held_out": 0})
     scope = scope_of(page)
     if "config" in scope:
         assert json.loads((desk / scope["config"].run_dir / "summary.json").read_text())["iterations"] == 1

@@ -23,6 +23,9 @@ def nested(texts):
     return tree
 
 
+CHILDREN, FOLLOW = jax.jit(children), jax.jit(follow)
+
+
 def catalogue(seed, count=200):
     """Texts that share beginnings, one node wider than what is listed one by one; all end with one token."""
     random = np.random.default_rng(seed)
@@ -36,8 +39,8 @@ def test_children_and_followers_are_those_of_nested_dictionaries():
     trie, tree = make_trie(texts, vocab_size=VOCABULARY), nested(texts)
     assert (np.asarray(trie.row) >= 0).any()
     nodes = np.arange(len(trie.text))
-    allowed = np.asarray(children(trie, nodes))
-    reached = np.asarray(follow(trie, nodes[:, None], np.arange(VOCABULARY)))
+    allowed = np.asarray(CHILDREN(trie, nodes))
+    reached = np.asarray(FOLLOW(trie, nodes[:, None], np.arange(VOCABULARY)))
     waiting = [(ROOT, tree)]
     for node, below in waiting:
         assert np.flatnonzero(allowed[node]).tolist() == np.flatnonzero(reached[node] >= 0).tolist() == sorted(below)
@@ -52,9 +55,9 @@ def test_a_leaf_is_its_text_and_walks_end_there():
     padded = np.array([[*text, *[END] * (longest - len(text))] for text in texts])
     nodes = np.asarray(jax.jit(walk)(trie, padded))
     last = np.array([path[len(text) - 1] for text, path in zip(texts, nodes, strict=True)])
-    leaves = np.asarray(follow(trie, last, np.array([text[-1] for text in texts])))
+    leaves = np.asarray(FOLLOW(trie, last, np.array([text[-1] for text in texts])))
     assert np.asarray(trie.text)[leaves].tolist() == [*range(len(texts))]
-    assert not np.asarray(children(trie, leaves)).any()
+    assert not np.asarray(CHILDREN(trie, leaves)).any()
     for text, path in zip(texts, nodes, strict=True):
         assert path[0] == ROOT and (path[: len(text)] >= 0).all() and (path[len(text) + 1 :] == -1).all()
 

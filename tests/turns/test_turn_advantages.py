@@ -11,6 +11,9 @@ from grpo_jax.core.returns import last_turn, turn_advantages, turn_returns
 
 P, G, U, N, T = 3, 5, 3, 2, 9
 RETURNS = jax.jit(turn_returns, static_argnames="gamma")
+LAST = jax.jit(last_turn)
+ADVANTAGES = jax.jit(turn_advantages, static_argnums=3)
+SUMMED = jax.jit(sum_rewards, static_argnames="weights")
 
 
 def episodes(seed):
@@ -55,10 +58,10 @@ def test_returns_are_those_of_a_loop(gamma):
 
 def test_an_episode_ends_with_its_last_turn():
     rewards, exists, *_ = episodes(5)
-    came = last_turn(rewards, exists)
+    came = LAST(rewards, exists)
     for p, g in np.ndindex(P, G):
         np.testing.assert_array_equal(came[p, g], rewards[p, g, exists[p, g].sum() - 1])
-    nothing = last_turn(np.zeros((1, 2, U, N), np.float32), np.zeros((1, 2, U), bool))
+    nothing = LAST(np.zeros((1, 2, U, N), np.float32), np.zeros((1, 2, U), bool))
     assert np.isnan(nothing).all()
 
 
@@ -76,8 +79,8 @@ def test_grpo_compares_each_turn_with_the_same_turn_of_the_group():
     def estimate(rewards, mask):
         return group_advantages(sum_rewards(rewards, weights=(1.0, 0.5)), eps=1e-2)
 
-    came = turn_advantages(returns, turn, mask, estimate)
-    summed = np.stack([np.asarray(sum_rewards(returns[:, :, u], weights=(1.0, 0.5))) for u in range(U)], -1)
+    came = ADVANTAGES(returns, turn, mask, estimate)
+    summed = np.stack([np.asarray(SUMMED(returns[:, :, u], weights=(1.0, 0.5))) for u in range(U)], -1)
     each = np.stack([loop_group(summed[..., u], "group", 1e-2) for u in range(U)], -1)
     np.testing.assert_allclose(came, loop_spread(each, turn, mask), atol=1e-5)
     assert np.abs(came).max() > 0.1
@@ -87,7 +90,7 @@ def test_grpo_compares_each_turn_with_the_same_turn_of_the_group():
 def test_gdpo_counts_the_tokens_of_the_turn(whiten):
     rewards, exists, turn, mask = episodes(0)
     returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
-    came = turn_advantages(
+    came = ADVANTAGES(
         returns, turn, mask, lambda r, m: gdpo_advantages(r, weights=(2.0, -0.5), whiten=whiten, mask=m, eps=1e-2)
     )
     each = [loop_gdpo(returns[:, :, u], (2.0, -0.5), 1e-2, whiten, mask & (turn == u)) for u in range(U)]
@@ -97,7 +100,7 @@ def test_gdpo_counts_the_tokens_of_the_turn(whiten):
 def test_one_turn_is_the_estimator_itself():
     rewards, _, _, mask = episodes(7)
     rewards, turn = rewards[:, :, :1], np.zeros((P, G, T), np.int32)
-    returns = turn_returns(rewards, ~np.isnan(rewards).all(-1), gamma=1.0)
+    returns = RETURNS(rewards, ~np.isnan(rewards).all(-1), gamma=1.0)
     np.testing.assert_array_equal(returns, rewards)
     came = turn_advantages(returns, turn, mask, lambda r, m: gdpo_advantages(r, mask=m))
     np.testing.assert_array_equal(came, np.where(mask, gdpo_advantages(rewards[:, :, 0], mask=mask)[..., None], 0))

@@ -106,10 +106,9 @@ def best_of(tries: list[dict]) -> Try:
     return best["learning_rate"], best["weight"]
 
 
-def table(runs: list[dict]) -> str:
+def table(runs: list[dict], arms: list[str]) -> str:
     """Markdown over the seeds that all arms have (the control: its own): a table of means, and GDPO minus each arm."""
     found = {(run["arm"], run["seed"]): run for run in runs}
-    arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
     seeds = [seed for seed in SEEDS if all((arm, seed) in found for arm in arms if arm != "shuffled")]
 
     def after(arm: str, measure: str) -> dict[int, float]:
@@ -160,7 +159,7 @@ def main() -> None:
         for each in those:
             held = ", ".join(f"{measure} {each[measure]['after']:.3f}" for measure in MEASURES)
             print(f"{arm}, seed {SEARCH}, learning rate {each['learning_rate']}, weight {each['weight']:g}: {held}")
-    print(f"\n{table(runs)}")
+    print(f"\n{table(runs, options.arms)}")
 
 
 if __name__ == "__main__":

@@ -103,9 +103,10 @@ def test_three_rewards_compares_seeds_that_all_arms_have(monkeypatch):
 
     runs = [run("gdpo", 400, 0.9), run("gdpo", 401, 0.8), run("grpo", 400, 0.5), run("grpo", 401, 0.6)]
     runs += [run("gdpo", 402, 0.0), run("shuffled", 401, 0.3)]
-    lines = three_rewards.table(runs).splitlines()
+    lines = three_rewards.table(runs, ["gdpo", "grpo", "shuffled"]).splitlines()
     assert lines[2].startswith("| `gdpo` | 2 | 0.850 |") and lines[4].startswith("| `shuffled` | 1 | 0.300 |")
     assert lines[8].startswith("| `grpo` | 2 | +0.300 (") and lines[9].startswith("| `shuffled` | 1 | +0.500 |")
+    assert "`" not in three_rewards.table(runs, [*three_rewards.ARMS])  # other arms have no run yet
 
 
 def test_the_rewards_of_three_rewards_have_units(monkeypatch):

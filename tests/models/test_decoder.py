@@ -40,13 +40,14 @@ def test_cached_decoding_equals_the_full_forward(model):
     """With adapters, left padding, a window (Llama) or a scale of its own in each layer (GPT-2)."""
     policy, variables = model.policy, model.variables
     prompt_tokens, prompt_mask, tokens, _ = BATCH
-    full = policy.forward_group(variables, prompt_tokens, prompt_mask, tokens, np.ones(tokens.shape, bool))
-    prefix, unstacked = policy.prefill(variables, prompt_tokens, prompt_mask), policy.unstack(variables)
+    forward, prefill, decode = map(jax.jit, (policy.forward_group, policy.prefill, policy.decode_step))
+    full = np.asarray(forward(variables, prompt_tokens, prompt_mask, tokens, np.ones(tokens.shape, bool)))
+    prefix, unstacked = prefill(variables, prompt_tokens, prompt_mask), policy.unstack(variables)
     # One slot more than is used, holding rubbish: slots that are not written are not read.
     cache = jax.tree.map(lambda x: x + 7 if x.ndim else x, policy.init_cache(PROMPTS, GROUP, STEPS + 1))
-    np.testing.assert_allclose(full[:, :, 0], np.repeat(prefix.hidden[:, None], GROUP, 1), atol=1e-4)
+    np.testing.assert_allclose(full[:, :, 0], np.repeat(np.asarray(prefix.hidden)[:, None], GROUP, 1), atol=1e-4)
     for step in range(STEPS - 1):
-        hidden, cache = policy.decode_step(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
+        hidden, cache = decode(unstacked, prefix, jnp.asarray(tokens[:, :, step]), cache)
         np.testing.assert_allclose(hidden, full[:, :, step + 1], atol=1e-4)
     assert int(cache.length) == STEPS - 1
 
@@ -68,10 +69,11 @@ def test_a_prompt_is_stored_once(model):
 def test_padding_has_no_influence(model):
     """More padding on the left, other tokens under the masks (even impossible ones), masks of integers: same states."""
     prompt_tokens, prompt_mask, tokens, mask = BATCH
-    expected = model.policy.forward_group(model.variables, *BATCH)
+    forward = jax.jit(model.policy.forward_group)
+    expected = np.asarray(forward(model.variables, *BATCH))
     wide = (np.pad(prompt_tokens, ((0, 0), (3, 0))), np.pad(prompt_mask, ((0, 0), (3, 0))))
     wild = np.where(wide[1], wide[0], -5), wide[1], np.where(mask, tokens, 10**6).astype(np.int32), mask
-    got = model.policy.forward_group(model.variables, *(x.astype(np.int32) for x in wild))
+    got = np.asarray(forward(model.variables, *(x.astype(np.int32) for x in wild)))
     np.testing.assert_allclose(got[mask], expected[mask], atol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_both_libraries_load_it_and_agree(tmp_path):
     policy = load_policy(write_policy(tmp_path, WORDS, NewPolicySection(width=32, heads=2, window=10)))
     assert policy.eos_ids == (1,) and policy.pad_id == 0
     tokens = np.arange(4, 14)[None]
-    hidden = policy.prefill(policy.variables, jnp.asarray(tokens), jnp.ones(tokens.shape, bool)).hidden
+    hidden = jax.jit(policy.prefill)(policy.variables, tokens, np.ones(tokens.shape, bool)).hidden
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor(tokens)).logits[:, -1]
     np.testing.assert_allclose(hidden @ policy.head(policy.variables).T, theirs.numpy(), atol=1e-5)
@@ -65,7 +66,7 @@ def test_vectors_begin_by_a_mean_in_which_newer_words_weigh_more(tmp_path):
     assert json.loads((folder / "config.json").read_text())["intermediate_size"] == 4
     policy = load_policy(folder)
     history = jnp.asarray([[*range(4, 13), 3]])
-    hidden = policy.forward_group(
+    hidden = jax.jit(policy.forward_group)(
         policy.variables, history, history > 0, jnp.zeros((1, 1, 1), int), jnp.ones((1, 1, 1), bool)
     )[0, 0, 0]
     shares = np.asarray(policy.head(policy.variables)[4:13] @ hidden)

@@ -149,20 +149,22 @@ def tasks(source: Path, target: Path, window: int = 3) -> None:
 
 
 def writer(source: Path, target: Path, window: int = 5) -> None:
-    """Pixel accuracy over CPU seconds, ours and TRL's: the mean of their seeds, and between which they lie."""
+    """Pixel accuracy by CPU seconds, ours and TRL's on the same seeds: the means, their range, and dots held out."""
     runs = [run for run in json.loads(source.read_text())["runs"] if "cpu" in run]
+    arms = {arm: {run["seed"]: run for run in runs if run["arm"] == arm} for arm in ("gdpo", "trl")}
+    seeds = sorted(arms["gdpo"].keys() & arms["trl"].keys())
     figure, axis = plt.subplots(figsize=(6.2, 3))
-    for arm, colour, name in (("gdpo", BLUE, "grpo_jax"), ("trl", GREY, "TRL 1.16")):
-        found = [run for run in runs if run["arm"] == arm]
-        columns = {key: np.array([run[key] for run in found]) for key in ("batches", "cpu", "before", "after")}
+    for found, colour, name in zip(arms.values(), (BLUE, GREY), ("grpo_jax", "TRL 1.16"), strict=True):
+        columns = {key: np.array([found[seed][key] for seed in seeds]) for key in ("batches", "cpu", "before", "after")}
         smooth = np.stack([np.convolve(row, np.ones(window) / window, "valid") for row in columns["batches"]])
         seconds = columns["cpu"].mean(0)
-        held_out = " → ".join(f"{columns[when].mean():.2f}" for when in ("before", "after"))
-        label = f"{name}, {len(found)} seeds, held out {held_out}"
+        label = f"{name}, held out {columns['before'].mean():.2f} → {columns['after'].mean():.2f}"
         axis.plot(seconds[window - 1 :], smooth.mean(0), color=colour, label=label)
         axis.fill_between(seconds[window - 1 :], smooth.min(0), smooth.max(0), color=colour, alpha=0.2, linewidth=0)
-        axis.plot(np.full(len(found), seconds[-1]), columns["after"], "o", color=colour, markersize=4)
-    axis.set(xlabel="CPU seconds of training on rewards", ylabel=f"pixel accuracy, {window} batches", xlim=0, ylim=(0, 1))
+        for place, when in ((0.0, "before"), (seconds[-1], "after")):
+            axis.plot(np.full(len(seeds), place), columns[when], "o", color=colour, markersize=4, clip_on=False)
+    axis.set(xlabel="CPU seconds of training on rewards", ylabel=f"pixel accuracy, {window} batches")
+    axis.set(xlim=0, ylim=(0.5, 1))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="lower right")
     figure.tight_layout()

@@ -26,7 +26,7 @@ train: $(VENV)/.train
 	@$(BIN)/python -m grpo_jax.train $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Warnings are errors (with --quiet mkdocs would not count them). Links, anchors and the site are checked, without the
 # network.

@@ -46,6 +46,18 @@ def joint(arm):
     return mean(run["after"] for run in kept("joint.json")["runs"] if run["arm"] == arm)
 
 
+def writer(when):
+    """The mean pixel accuracy of SmolLM2-135M over the fresh seeds of `benchmarks/small_writer.py`."""
+    runs = kept("small_writer.json")["runs"]
+    return mean(run[when] for run in runs if run["arm"] == "gdpo" and not run["arguments"] and run["seed"] >= 300)
+
+
+def writer_beside_trl():
+    """The mean ratio of CPU seconds to TRL's, over the seeds of both."""
+    runs = {(run["arm"], run["seed"]): run["cpu"][-1] for run in kept("small_writer.json")["runs"] if "cpu" in run}
+    return mean(runs["gdpo", seed] / seconds for (arm, seed), seconds in runs.items() if arm == "trl")
+
+
 def rate(**lora):
     return make_config(task="text", policy={"lora": lora}).learning_rate
 
@@ -76,6 +88,9 @@ FIGURES = [
     (r"with the rewriter alone \((\.\d+)\), and", [lambda: joint("rewriter")]),
     (r"and with both \(\*\*(\.\d+)\*\* of", [lambda: joint("joint")]),
     (r"one CPU core (\S+) × faster than with TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),
+    (r"SmolLM2-135M has (\.\d+) after 40 supervised", [lambda: writer("before")]),
+    (r"on rewards then reaches \*\*(\.\d+)\*\*", [lambda: writer("after")]),
+    (r"in (\.\d+) of TRL's CPU seconds \(two", [writer_beside_trl]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
 ]  # fmt: skip

@@ -50,14 +50,10 @@ TRAINED = [
         ],
     ),
     ("gpt2", [dict(layer_norm_epsilon=0.5)]),
-    pytest.param(
-        "smollm3",
-        [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)],
-        marks=pytest.mark.wide,  # test_fields_of_config_json_are_honoured has its logits
-    ),
+    ("smollm3", [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)]),
     ("olmo2", [dict(attention_bias=True), dict(rms_norm_eps=0.5), THETA]),
     ("phi3", [dict(sliding_window=3), dict(rope_parameters=reference.LONGROPE | SU)]),
-    pytest.param("gemma2", [dict(query_pre_attn_scalar=100), dict(hidden_activation="silu")], marks=pytest.mark.wide),
+    ("gemma2", [dict(query_pre_attn_scalar=100), dict(hidden_activation="silu")]),
     (
         "gemma3_text",
         [

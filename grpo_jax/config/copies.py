@@ -3,11 +3,16 @@
 import copy
 import sys
 from collections.abc import MutableMapping, MutableSequence, MutableSet
+from operator import methodcaller
 from typing import Any
 
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 _MUTABLE = (MutableSequence, MutableMapping, MutableSet)
-_ARRAYS = ("numpy", "ndarray", "copy"), ("torch", "Tensor", "clone"), ("PIL.Image", "Image", "copy")
+_ARRAYS = (
+    ("numpy", "ndarray", copy.deepcopy),  # which may hold lists and dictionaries
+    ("torch", "Tensor", methodcaller("clone")),
+    ("PIL.Image", "Image", methodcaller("copy")),
+)
 
 
 def own_copy(value: Any, *, arrays: bool = True) -> Any:
@@ -21,5 +26,5 @@ def own_copy(value: Any, *, arrays: bool = True) -> Any:
         return kind(value if _PLAIN.issuperset(map(type, value)) else (own_copy(item, arrays=arrays) for item in value))
     for module, name, copied in _ARRAYS if arrays else ():  # without importing them
         if isinstance(value, getattr(sys.modules.get(module), name, ())):
-            return getattr(value, copied)()
+            return copied(value)
     return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value

@@ -280,3 +280,17 @@ def test_a_reward_that_draws_on_pictures_changes_no_others():
     found = collect_rewards(rewards, ["go"] * count, ["gone"] * count, shown, count)
     assert found[0].T.tolist() == [[9, 0, 0, 0], [1, 1, 1, 1]]
     assert shown["images"].mean() == 1 and shown["picture"][0].getpixel((0, 0)) == (0, 0, 0)
+
+
+def test_an_array_of_lists_is_copied_with_them():
+    """As tables have them: a column of lists is an array of objects."""
+
+    def grow(completions, facts):
+        for each in facts:
+            each[0].append(1)
+        return [float(len(each[0])) for each in facts]
+
+    facts = np.empty(1, object)
+    facts[0] = [7]
+    found = collect_rewards({"one": grow, "two": grow}, ["go"] * 2, ["gone"] * 2, {"facts": [facts] * 2}, 2)
+    assert found.tolist() == [[[2, 2], [2, 2]]] and facts[0] == [7]

@@ -88,11 +88,17 @@ def test_extras_bring_what_they_are_named_for():
 
 @pytest.mark.parametrize(("goal", "extras"), [("train", 1), ("test", 2)])
 def test_make_installs_what_its_goal_needs(goal, extras, tmp_path):
-    """First the packages of a run alone; the tests' only for the tests."""
+    """First the packages of a run alone; the tests' only for the tests. By uv, else pip; by pip from a named index."""
     command = ["make", "-n", goal, f"VENV={tmp_path / 'absent'}"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    installed = re.findall(r'-e "\.\[(.*)\]"', printed)
-    assert len(installed) == extras and installed[0] == "diffusion" and ("test" in installed[-1]) == (goal == "test")
+    own = {name: value for name, value in os.environ.items() if name not in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")}
+    for index in ({}, {"PIP_EXTRA_INDEX_URL": "https://example.org"}):
+        done = subprocess.run(command, cwd=ROOT, env=own | index, capture_output=True, text=True, check=True)
+        installed = re.findall(r'(.*) -c .* -e "\.\[(.*)\]" \|\| (.*) -c .* -e "\.\[(.*)\]"', done.stdout)
+        assert len(installed) == extras and installed[0][1] == "diffusion"
+        assert ("test" in installed[-1][1]) == (goal == "test")
+        for first, wanted, then, same in installed:
+            assert wanted == same and " -m pip install " in then
+            assert first == "false" if index else " -m uv pip install " in first
 
 
 OUTSIDE = """

@@ -28,7 +28,7 @@ SMALL = {
     "training": {"max_steps": 1, "prompts_per_batch": 2},
     "evaluation": {"samples": 0},
 }
-WIDE = ("docs/runs.md", "docs/coming_from_trl.md")
+WIDE = ("docs/runs.md", "docs/coming_from_trl.md", "docs/turns.md")
 """Pages whose calls the tests of runs and of the page itself make too."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 NAME = "path/to/Qwen2.5-0.5B-Instruct"

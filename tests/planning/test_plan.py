@@ -206,7 +206,7 @@ def test_the_real_config_fits_large_cards(not_compiled, capsys):
         pytest.param("prompt_refinement_sd3", "80,80,80", 7_615_616_512, marks=pytest.mark.wide),
         ("prompt_enhancement_one_gpu", "24", 1_543_714_304),
         pytest.param("prompt_enhancement_one_gpu_16gb", "16", 494_032_768, marks=pytest.mark.wide),
-        ("text_one_gpu", "16", 1_543_714_304),
+        pytest.param("text_one_gpu", "16", 1_543_714_304, marks=pytest.mark.wide),
     ],
 )
 def test_a_config_of_real_size_is_planned_without_a_file(name, gib, parameters, not_compiled, capsys):

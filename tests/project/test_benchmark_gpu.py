@@ -106,6 +106,7 @@ def test_without_a_gpu_it_is_refused(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
+@pytest.mark.wide
 def test_a_killed_driver_keeps_what_was_measured(tmp_path):
     """A part that fails before prints its traceback and does not stop the next one."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch is broken')")

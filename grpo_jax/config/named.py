@@ -22,7 +22,7 @@ FILE = "grpo_jax_file_"
 IN_PYTHON = "<given>"
 """Stands in a config for data given to `run` in Python: as data.prompts, and as the place of a function."""
 GIVEN_TOOLS: dict[str, Callable[..., Any]] = {}
-"""Tools of this process that nothing can import, by their name in a config: "<given>:label", then "<given>:label#2"."""
+"""Tools given in Python, by their name in a config: an import path, else "<given>:label", then "<given>:label#2"."""
 
 
 def load_object(path: str, what: str) -> Any:
@@ -119,6 +119,7 @@ def _named(tool: Any) -> Any:
         return tool
     name = import_path(tool, getattr(tool, "__name__", type(tool).__name__))
     if not name.startswith(IN_PYTHON):
+        GIVEN_TOOLS[name] = tool  # importing its file again would make another module, with its own globals
         return name
     numbered = (f"{name}#{number}" if number > 1 else name for number in itertools.count(1))
     return next(one for one in numbered if GIVEN_TOOLS.setdefault(one, tool) == tool)  # bound methods are only equal

@@ -196,18 +196,16 @@ _toolbox = functools.lru_cache(maxsize=8)(Toolbox)
 
 
 def _load_tool(name: str) -> Any:
-    if name.startswith(PREFIX):
-        return tool_class(name)
+    if name in GIVEN_TOOLS:
+        return GIVEN_TOOLS[name]
     if not name.startswith(IN_PYTHON):
-        return load_object(name, "tool")
-    if name not in GIVEN_TOOLS:
-        label, _, number = name.rpartition(":")[2].partition("#")
-        which = f"{label} (object {number} of that name)" if number else label
-        raise UserError(
-            f"data.tools: {which} was given in Python and nothing here can import it: call make_config(data={{'tools': "
-            f"[{label}]}}, …) again, for all configs of its script in order, or keep it in a module"
-        )
-    return GIVEN_TOOLS[name]
+        return tool_class(name) if name.startswith(PREFIX) else load_object(name, "tool")
+    label, _, number = name.rpartition(":")[2].partition("#")
+    which = f"{label} (object {number} of that name)" if number else label
+    raise UserError(
+        f"data.tools: {which} was given in Python and nothing here can import it: call make_config(data={{'tools': "
+        f"[{label}]}}, …) again, for all configs of its script in order, or keep it in a module"
+    )
 
 
 def toolboxes(section: DataSection) -> dict[str, Toolbox]:

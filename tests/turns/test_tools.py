@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -470,6 +471,30 @@ def test_calls_of_both_forms(text, found):
             assert call_.problem.startswith(expected)
         else:
             assert (call_.name, call_.arguments, call_.problem) == (*expected, "")
+
+
+def test_a_tool_given_in_python_keeps_the_module_of_its_script(tmp_path, monkeypatch):
+    """A second import of its file would have other globals, and other classes for `isinstance` in a reward."""
+    (tmp_path / "corner_shop.py").write_text("""
+STOCK = {}
+
+def stock(fruit: str) -> int:
+    \"\"\"
+    Counts a fruit.
+
+    Args:
+        fruit: Its name.
+    \"\"\"
+    return STOCK.get(fruit, 0)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    shop = importlib.import_module("corner_shop")
+    shop.STOCK["plum"] = 3
+    names = make_config(task="text", data={"tools": [shop.stock]}, sampling={"turns": 2}).data.tool_names
+    assert names == (f"{tmp_path}/corner_shop.py:stock",)
+    assert asyncio.run(toolbox(names).call(call("stock", fruit="plum"))).text == "3"
+    GIVEN_TOOLS.clear()  # as in another process
+    assert asyncio.run(toolbox(names).call(call("stock", fruit="plum"))).text == "0"
 
 
 def test_every_call_has_an_answer(home):

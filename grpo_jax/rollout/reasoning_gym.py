@@ -103,10 +103,8 @@ def _difficulty(metadata: Mapping[str, Any]) -> str:
     levels = metadata.get("difficulty")
     if not isinstance(levels, Mapping):
         return "" if levels is None else str(levels)
-    own = {name: metadata.get(name) for name in levels}
-    return ", ".join(
-        f"{name} {own[name] if isinstance(own[name], int | float | str) else levels[name]}" for name in own
-    )
+    plain = {name: metadata[name] for name in levels if isinstance(metadata.get(name), int | float | str)}
+    return ", ".join(f"{name} {level}" for name, level in ({**levels, **plain}).items())
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,13 +137,14 @@ def _dataset(source: str, seed: int = 0) -> Any:
 
 
 def score_answer(answer: str, source: str, entry: Mapping[str, Any]) -> float:
-    """Return the data set's own score of an answer, 0 for one that it cannot read."""
+    """Return the data set's own score of an answer, 0 for one that it cannot read; UserError for an unknown set."""
     name = source.partition("?")[0]
     if name == "game_of_life_halting":  # its own compares bool(text)
         return float(answer == str(entry["answer"]))
     if name in _READABLE and not re.fullmatch(_READABLE[name], answer, re.DOTALL):
         return 0.0
+    data = _dataset(source)  # raises for a column `dataset` that names another one
     try:
-        return float(_dataset(source).score_answer(answer, entry))
+        return float(data.score_answer(answer, entry))
     except Exception:  # prime_factorization, game_of_life and boxnet raise at some texts
         return 0.0

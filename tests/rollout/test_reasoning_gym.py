@@ -145,6 +145,12 @@ def test_rows_from_elsewhere_have_no_reward():
     assert reasoning_gym(["?"] * 2, ["2", "2"], **columns) == [None, 1.0]
 
 
+def test_a_column_dataset_that_names_no_data_set_is_an_error_and_no_score():
+    for name, wrong in (("gsm8k", "no such data set"), ("gcd?range=3", "no such option"), ("composite", "not here")):
+        with pytest.raises(UserError, match=wrong):
+            reasoning_gym(["?"], ["2"], answer=["2"], metadata=[{}], dataset=[name])
+
+
 @pytest.mark.parametrize(("name", "text"), [("prime_factorization", "junk"), ("game_of_life", "{}"), ("boxnet", "0")])
 def test_texts_that_a_score_cannot_read_score_nothing(name, text):
     data = gym.create_dataset(name, size=1, seed=3)

@@ -83,11 +83,8 @@ class ResolvedRewards(NamedTuple):
 
     def describe(self) -> str:
         """Describe the maximised rewards: name, weight and condition of each."""
-        listed = []
-        for section in self.sections:
-            condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
-            listed.append(f"{section.called} × {section.weight:g}{condition}")
-        return ", ".join(listed)
+        where = [f" where {one.condition_on} ≥ {one.threshold:g}" if one.condition_on else "" for one in self.sections]
+        return ", ".join(f"{one.called} × {one.weight:g}{end}" for one, end in zip(self.sections, where, strict=True))
 
 
 def resolve_rewards(
@@ -108,6 +105,8 @@ def resolve_rewards(
 
     def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)
+        if getattr(function, "__module__", "") == "grpo_jax.rewards":  # no column is an option of theirs
+            options = {**(getattr(function, "__kwdefaults__", None) or {}), **options}
         return ResolvedReward(name, function, options=options, messages=None, own=True)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:

@@ -7,6 +7,8 @@ import pytest
 from support.text_task import ROOT
 
 from grpo_jax import rewards
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
 
 ALL = [one for one in vars(rewards).values() if inspect.isfunction(one) and one.__module__ == rewards.__name__]
@@ -32,6 +34,16 @@ def test_each_shipped_reward_is_documented():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{reward.__name__}`")]
         assert all(f"`{option}" in row for option in options), reward.__name__
         assert list(inspect.signature(reward).parameters)[:2] == ["prompts", "completions"]
+
+
+@pytest.mark.parametrize(("options", "value"), [({}, 1.0), ({"tag": "plan"}, 0.0)])
+def test_a_column_with_the_name_of_an_option_is_no_option(options, value):
+    """Such as the kind of a problem."""
+    sections = [RewardSection(name="grpo_jax.rewards:think_format", options=options)]
+    (found,) = resolve_rewards(sections, [], TaskRewards(), []).maximised
+    columns = {"tag": ["algebra"], "opened": [False], "answer_tag": [None]}
+    text = "<think>a</think> 4"
+    assert collect_rewards({"mine": bind(found, {})}, ["?"], [text], columns, 1) == [[[value]]]
 
 
 @pytest.mark.parametrize(

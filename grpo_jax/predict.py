@@ -95,7 +95,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
         tokens, mask, pictures_read = (encode_wide or encoder(rows=[row]))([row])
         seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
-        return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1].text
+        return decode(samples.tokens[0, 0][samples.mask[0, 0]], row.prompt)[1].text
 
     return rewrite
 

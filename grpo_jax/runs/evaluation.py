@@ -74,8 +74,7 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
     measures = means(ctx, rollout)
     measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
     measures |= turn_measures(rollout, ctx.measure_names)
-    samples = sample_measures(ctx, rollout) if count > 1 else None
-    return Evaluation(measures, rollout.first_of_each(), samples)
+    return Evaluation(measures, rollout.first_of_each(), sample_measures(ctx, rollout) if count > 1 else None)
 
 
 def configured_eval_rewards(ctx: RunContext) -> list[str]:
@@ -160,8 +159,7 @@ def evaluate_texts(ctx: RunContext, rows: Sequence[Row], texts: Sequence[str]) -
 
 def chunk_size(ctx: RunContext) -> int:
     """Return the number of prompts per chunk."""
-    fns = ctx.fns
-    return TEXT_CHUNK if fns.render is None and fns.encode_images is None else PICTURE_CHUNK
+    return TEXT_CHUNK if ctx.fns.render is None and ctx.fns.encode_images is None else PICTURE_CHUNK
 
 
 def measure_all(ctx: RunContext, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
@@ -254,9 +252,9 @@ class InferenceSession:
 
         Its id is `seed`, which determines noise and random numbers; a held-out prompt keeps its own id.
         """
-        require(prompt.strip(), "prompt", "a text", prompt)
+        require(prompt := prompt.strip(), "prompt", "a text", prompt)  # as in the data
         require(0 <= seed < 2**32, "seed", "a number in [0, 2**32)", seed)
-        same = [row for row in self._held_out if row.prompt == prompt]
+        same = [row for row in self._held_out if row.prompt.strip() == prompt]
         known = next((row for row in same if row.id == seed), same[0] if same else None)
         try:  # the data has no negative id
             known = known or self.ctx.task_data.environment.start_episode(Row(-1 - seed, prompt))
@@ -271,9 +269,8 @@ class InferenceSession:
         ctx, (variables, drawing) = self.ctx, self._restore(checkpoint)
         if ctx.renderer is not None and drawing is not None:
             ctx.renderer.restore(drawing)
-        sampler = ctx.samplers.training if group else ctx.samplers.greedy
-        rollout = collect(ctx.fns, sampler, variables, [row], key=ctx.key, iteration=None, work=self._work(row))
-        return rollout.episodes[0]
+        sample = ctx.samplers.training if group else ctx.samplers.greedy
+        return collect(ctx.fns, sample, variables, [row], key=ctx.key, iteration=None, work=self._work(row)).episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:
         """Return the unchanged prompt, judged in place of a rewrite; None if the task does not rewrite."""

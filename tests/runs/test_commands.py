@@ -161,6 +161,7 @@ def test_an_invalid_answer_gives_the_prompt_back(place, tmp_path):
         checkpoints.save_as("final", 1, {"variables": {"params": load_folder(silent).params}}, {})
     rewrite = load_rewriter(folder)
     assert [rewrite(prompt) for prompt in PROMPTS] == PROMPTS
+    assert rewrite(f" {PROMPTS[0]}\n") == PROMPTS[0]  # as the rows of the data, without space around it
     config["task"] = "text"  # there every answer counts
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     assert load_rewriter(folder)("a tree") == "!" * 8

@@ -76,6 +76,13 @@ def test_a_typed_prompt_lacks_only_rewards_with_columns(session):
     assert len(group) == 4 and texts[0] == texts[1] != texts[2]
 
 
+def test_space_around_a_typed_prompt_changes_nothing(session):
+    """A row of the data has none; with it the policy read other tokens, and the columns were lost."""
+    held_out = session.ctx.test_rows[0]
+    assert session.row(f" {held_out.prompt}\n", held_out.id) == held_out
+    assert session.row("never seen ", 7) == session.row("never seen", 7)
+
+
 @pytest.mark.parametrize(("prompt", "seed"), [(" \n", 1), ("a tree", -1), ("a tree", 2**32), ("tree " * 99, 1)])
 def test_empty_prompts_and_bad_seeds_are_refused(session, prompt, seed):
     with pytest.raises(UserError, match=r"^(prompt|seed)"):
@@ -108,7 +115,7 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(session, finish
         return encode(self, text, *arguments, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
-    with pytest.raises(UserError, match=r"has 3,000,000 bytes, too many for data\.max_prompt_tokens"):
+    with pytest.raises(UserError, match=r"has 2,999,998 bytes, too many for data\.max_prompt_tokens"):
         session.row("tree\n " * 500_000, 1)
     rows = [{"prompt": letter * (3_000_000 if letter == "d" else 3), "wish": "a"} for letter in "abcd"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -319,7 +319,7 @@ def test_the_demo_plays_the_class_with_typed_prompts_too(increments):
     with ExitStack() as exit_stack:
         session = InferenceSession(increments, lambda *_: None, exit_stack)
         held_out = session.ctx.test_rows[0]
-        for prompt, whole in ((held_out.prompt, held_out.prompt), ("Please. ", "Please. Increment the counter by")):
+        for prompt, whole in ((held_out.prompt, held_out.prompt), ("Please. ", "Please.Increment the counter by")):
             row = session.row(prompt, held_out.id)
             assert row.prompt.startswith(whole) and row.id == held_out.id
             (episode,) = session.write(row, "final")

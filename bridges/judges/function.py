@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable
 
 from grpo_jax.config.fields import Options, require
@@ -22,11 +24,14 @@ class Function(Judge):
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
-        """Refuse a missing object, or one that is not callable."""
-        self.load("cpu")
+        """Refuse a missing object, one that is not callable, and options that it does not name."""
+        self.load()
 
     def load(self, device: str = "cpu") -> Callable:
-        """Return the function with its options; it does not use the device."""
-        reward = functools.partial(load_object(self.name, "name"), **self.options)
+        """Return the function with its options, which shadow columns; it does not use the device."""
+        function = load_object(self.name, "name")
+        unknown = sorted(self.options.keys() - inspect.signature(function).parameters)
+        require(not unknown, "options", f"arguments of {self.name}", unknown)
+        reward = functools.wraps(function)(lambda *a, **columns: function(*a, **columns | copy.deepcopy(self.options)))
         reward.takes_messages = True  # type: ignore[attr-defined] like any reward of the user
         return reward

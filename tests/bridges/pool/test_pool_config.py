@@ -75,6 +75,22 @@ def test_a_function_is_a_judge_by_its_path():
         make_config(task="text", judges={"a": "function"})
 
 
+def test_a_functions_options_shadow_columns_and_each_call_has_its_own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("""
+def used(completions, *, words, most=1, **columns):
+    words.append("more")
+    return [float(len(words) * most)] * len(completions)
+""")
+    options = {"words": ["one"], "most": 3}
+    judge = make_config(task="text", judges={"a": {"kind": "function", "name": f"{file}:used", "options": options}})
+    reward = bind(ResolvedReward("a", JUDGE_AS_REWARD, "a", messages=None), {"a": judge.judges["a"].load("cpu")})
+    for _ in range(2):
+        assert collect_rewards({"a": reward}, ["p"], ["c"], {"most": [5], "words": [["x"]]}, 1) == [[[6]]]
+    with pytest.raises(UserError, match=r"^options: expected arguments of .*own.py:used, got \['mots'\]"):
+        judge.judges["a"].replace(options={"words": [], "mots": 3}).check()
+
+
 class Rounding:
     """A judge that says how torch rounds where it is loaded."""
 

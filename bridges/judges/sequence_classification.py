@@ -82,16 +82,16 @@ class RewardModel:
         prompts: Sequence[str],
         completions: Sequence[str],
         *,
-        messages: Sequence[Sequence[Message]] | None = None,
+        prompt_messages: Sequence[Sequence[Message]] | None = None,
         **columns: object,
     ) -> torch.Tensor:
         """Return the model's score of each completion for its prompt, float32 [B]; the caller refuses NaN.
 
-        `messages` are B conversations, if the data have them: lists of chat messages in place of the prompts.
+        `prompt_messages` are the B prompts as conversations, lists of chat messages; None for the texts alone.
         """
         import torch
 
-        conversations = messages or [[{"role": "user", "content": prompt}] for prompt in prompts]
+        conversations = prompt_messages or [[{"role": "user", "content": prompt}] for prompt in prompts]
         rows = [self._texts(*pair) for pair in zip(conversations, completions, strict=True)]
         scores = torch.zeros(len(rows), device=self.device)
         order = sorted(range(len(rows)), key=lambda row: sum(map(len, rows[row])))  # reduces padding

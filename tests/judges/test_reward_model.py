@@ -1,5 +1,6 @@
 """Reward models against transformers itself: equal scores singly and in batches, and errors."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +11,11 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from bridges.judges.sequence_classification import SequenceClassification  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.models.hf.chat import Message  # noqa: E402
+from grpo_jax.rollout.data import Row  # noqa: E402
+from grpo_jax.rollout.env import Episode, Turn  # noqa: E402
+from grpo_jax.rollout.reward_registry import JUDGE_AS_REWARD, ResolvedReward, bind  # noqa: E402
+from grpo_jax.rollout.rewards import Score  # noqa: E402
 
 PROMPTS = ["2+2?", "What is the capital of France?", "Say nothing.", "2+2?", "again"]
 ANSWERS = ["4", "It is Paris, and has been for long.", "", "5", "4" * 40]
@@ -81,8 +87,22 @@ def test_a_conversation_is_judged_as_a_whole(folder):
     expected = chat(folder, [*asked, {"role": "assistant", "content": "4"}])
     parts = [{"type": "image"}, {"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}]
     for messages in (asked, [asked[0], {"role": "user", "content": parts}]):
-        torch.testing.assert_close(judge(["2+2?"], ["4"], messages=[messages])[0], expected, atol=1e-5, rtol=0)
-    assert judge(["2+2?"], ["4"]) != judge(["2+2?"], ["4"], messages=[asked])
+        torch.testing.assert_close(judge(["2+2?"], ["4"], prompt_messages=[messages])[0], expected, atol=1e-5, rtol=0)
+    assert judge(["2+2?"], ["4"]) != judge(["2+2?"], ["4"], prompt_messages=[asked])
+
+
+def test_a_column_messages_beside_the_prompt_is_no_part_of_it(folder):
+    """Published data sets often keep there the whole conversation, with its reference answer."""
+    judge = SequenceClassification(path=str(folder)).load("cpu")
+    reward = bind(ResolvedReward("rm", JUDGE_AS_REWARD, "rm", messages=None), {"rm": judge})
+    whole = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+    asked = (Message("system", ("Be brief.",)), Message("user", ("2+2?",)))
+    rows = [Row(0, "2+2?", {"messages": whole}), Row(1, "2+2?", {"messages": whole}, messages=asked)]
+    episodes = [[Episode((Turn("4"),), final=True)] for _ in rows]
+    found, _ = Score({"rm": reward}, {}, missing=False)(rows, episodes, None)
+    system, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "4"}
+    expected = [chat(folder, [whole[0], answer]), chat(folder, [system, whole[0], answer])]
+    np.testing.assert_allclose(found[:, 0, 0], expected, atol=1e-5)
 
 
 def test_without_a_template_the_pair_is_read_and_the_label_says_which_output(encoder):

@@ -164,6 +164,8 @@ def load_data(
     resolved = reward_registry.resolve_rewards(config.rewards, config.eval_rewards, data.rewards, judges, rewards)
     require_names(config, resolved, data.environment.controls)
     rows = all_rows(data.prompts)
+    repeated = len(rows) - len(np.unique(rows.facts["id"]))  # random numbers and tools' rows are found by the id
+    require(not repeated, "prompts", "rows of different ids, as of make_prompt_set", f"{repeated} with another's id")
     if config.renderer_learns:
         expected = "'rewriter' with a task whose renderer cannot be trained"
         require(data.learn is not None, "training.learns", expected, config.learns)

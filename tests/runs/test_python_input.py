@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.text_task import SHORT, completions, rewound, rows, train_here
 
-from grpo_jax import evaluate
+from grpo_jax import PromptSet, evaluate, make_prompt_set
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.policy import run_config
@@ -151,6 +151,14 @@ def test_resuming_with_other_prompts_is_refused(finished, own, config, tmp_path)
 
 def brief(completions, size=10, **columns):
     return [-len(text) / size for text in completions]
+
+
+def test_rows_of_equal_ids_are_refused(config, tmp_path):
+    """An episode of tools would get the row of another split."""
+    train, test = (make_prompt_set([{"prompt": f"{c} tree"} for c in letters]).train for letters in ("abcdef", "gh"))
+    message = 'prompts: expected rows of different ids, as of make_prompt_set, got "2 with another\'s id"'
+    with pytest.raises(UserError, match=message):
+        run(config(tmp_path / "run"), prompts=PromptSet(train, (), test), rewards=[brief])
 
 
 @pytest.mark.parametrize(

@@ -256,13 +256,13 @@ class ToolEpisode:
         return content if sources else "".join(map(str, parts))
 
     async def step(self, text: str, final: bool) -> tuple[Observation | None, float | None, bool]:
-        """Run the tool calls of a completion; the episode ends without a call, or once a class's `done` is true.
+        """Run the tool calls of a completion; the episode ends without a call, or once the object's `done` is true.
 
         `get_reward` is called at the episode's end, also if this turn is `final`, or after each turn if the class says
         so; `__aexit__` follows at the end.
         """
         observation = await self._tools.call(text, self.object)
-        ended = hasattr(self._tools.kind, "done") and self.object.done
+        ended = "done" in dir(self.object) and self.object.done
         done = observation is None or bool(ended and not callable(ended))  # a tool may have that name
         judged = done or final or getattr(self.object, "reward_each_turn", False)
         reward = await call_async(self.object.get_reward) if judged and hasattr(self.object, "get_reward") else None

@@ -587,11 +587,12 @@ def test_a_reset_may_be_async_and_return_content_parts():
 
 
 class Pile:
-    """Ends by itself, and counts its open objects."""
+    """Ends by itself, by an attribute that the object alone has, and counts its open objects."""
 
-    done, open = False, []
+    open = []
 
     def reset(self, seed: int, **row) -> str:
+        self.done = False
         self.open.append(self)
         self.left = seed
         return f"{seed} left"

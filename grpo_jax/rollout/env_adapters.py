@@ -220,5 +220,4 @@ class ToolEpisodes:
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""
-        episodes = self.runner.environments(columns)
-        return {"environments": [episode and episode.object for episode in episodes]}
+        return {"environments": [episode and episode.object for episode in self.runner.environments(columns)]}

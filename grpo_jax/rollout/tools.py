@@ -177,6 +177,8 @@ def _schema(tool: Any) -> Mapping[str, Any]:
     from transformers.utils import get_json_schema
 
     function, fixed = (tool.func, tool.keywords) if isinstance(tool, functools.partial) else (tool, {})
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError("it yields; let it return its result, which the policy reads as text")
     schema = get_json_schema(function)
     parameters = inspect.signature(tool).parameters.values()
     names = {item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)} - {*fixed}
@@ -247,8 +249,7 @@ class ToolEpisode:
             finally:
                 random.setstate(state)
 
-        returned = await call_async(begin)
-        content: Any = "" if returned is None else returned
+        content: Any = "" if (returned := await call_async(begin)) is None else returned
         try:
             parts, sources = read_content(content)
         except ValueError as error:

@@ -81,6 +81,15 @@ def unexplained(a: int) -> int:
     return a
 
 
+def numbers(a: int):
+    """Counts to a number.
+
+    Args:
+        a: The number.
+    """
+    yield from range(a)
+
+
 @functools.lru_cache
 def remembered(a: int) -> int:
     """Doubles a number.
@@ -727,6 +736,7 @@ def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():
     ("tools", "message"),
     [
         (["unexplained"], "tools.py:unexplained: Cannot generate JSON schema for unexplained"),
+        (["numbers"], "tools.py:numbers: it yields; let it return its result, which the policy reads as text"),
         (["nothing"], "has no nothing"),
         (["IncrementEnv", "Countdown"], "data.tools: expected functions, and one class at most"),
         (["add", "add"], "data.tools: expected different names, got add twice"),

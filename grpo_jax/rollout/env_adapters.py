@@ -60,10 +60,8 @@ class EnvRunner:
         # (environment, completion, whether no further turn can follow it) → its `Step`
         step: Callable[[Any, str, bool], object] = lambda environment, text, final: environment.step(text),
     ):
-        self._makers = makers
-        self._seed = seed
-        self._step = step
-        self._prompts: dict[Start, str] = {}
+        self._makers, self._seed, self._step = makers, seed, step
+        self._prompts: dict[Start, str] = {}  # `_words` of each
 
     def prompt(self, kind: str, seed: int, method: str) -> Any:
         """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
@@ -76,8 +74,7 @@ class EnvRunner:
             environment = self._makers[kind]()
             first = environment.first_prompt if isinstance(environment, ToolEpisode) else environment.reset
             (prompt,) = all_finished([call_async(first, seed)])
-        if isinstance(prompt, str):
-            self._prompts[kind, seed] = prompt
+        self._prompts[kind, seed] = _words(prompt)
         return own_copy(prompt)  # the next one may be drawn into the same array
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
@@ -88,7 +85,7 @@ class EnvRunner:
 
     def reward(self, **columns: Any) -> list[float | BaseException | None]:
         """Return the environment's reward of each last completion, without earlier turns."""
-        steps = [play.steps[-1] for play in self._plays(columns)]
+        steps = [play.steps[-1] for play in self.plays(columns)]
         return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
     def rewards(self, kinds: Sequence[str]) -> TaskRewards:
@@ -104,12 +101,8 @@ class EnvRunner:
         values = self.reward(**columns)
         return [value if own == kind else None for value, own in zip(values, columns["environment"], strict=True)]
 
-    def environments(self, columns: Columns) -> list[Any]:
-        """Return each episode's environment after its last completion; None if it could not be made."""
-        return [play.environment for play in self._plays(columns)]
-
-    def _plays(self, columns: Columns) -> list[_Play]:
-        """Step the episodes among a reward's arguments."""
+    def plays(self, columns: Columns) -> list[_Play]:
+        """Step the episodes among a reward's arguments, up to their last completions."""
         starts = zip(columns["environment"], columns[self._seed], strict=True)
         return all_finished(map(self._run_episode, starts, columns["episodes"]))
 
@@ -134,13 +127,20 @@ class EnvRunner:
         return play
 
     def _check_prompt(self, start: Start, prompt: object) -> None:
-        """Raise BadReturn if the text of an episode's reset is not the one that the policy reads."""
-        shown = self._prompts.get(start, prompt)
-        if isinstance(prompt, str) and shown != prompt:
+        """Raise BadReturn if the words of an episode's reset are not those that the policy reads."""
+        shown = self._prompts.get(start, words := _words(prompt))
+        if shown != words:
             raise BadReturn(
-                f"reset of {start[0]} returned {one_line(shown, 60)!r} for the prompt and {one_line(prompt, 60)!r} for "
+                f"reset of {start[0]} returned {one_line(shown, 60)!r} for the prompt and {one_line(words, 60)!r} for "
                 "an episode of it: it must depend on its arguments and on Python's random alone"
             )
+
+
+def _words(prompt: object) -> str:
+    """Return the text of a prompt: of a text, of messages or of their parts, without pictures."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("content", prompt.get("text", ""))
+    return "".join(map(_words, prompt)) if isinstance(prompt, list | tuple) else str(prompt)
 
 
 def _checked(returned: object) -> Step:
@@ -162,8 +162,7 @@ class ToolEpisodes:
     def __init__(self, boxes: Mapping[str, Toolbox], *, by_row: bool = False):
         """Take tools with a class by name; with `by_row` the rows' column "environment" chooses."""
         self._rows: dict[int, Columns] = {}
-        self._by_row = by_row
-        self.boxes = boxes
+        self.boxes, self._by_row = boxes, by_row
         makers = {name: functools.partial(ToolEpisode, box, self._rows) for name, box in boxes.items()}
         self.runner = EnvRunner(makers, seed=_ID, step=ToolEpisode.step)
 
@@ -219,5 +218,6 @@ class ToolEpisodes:
         return self.runner.prompt(kind, number, f"data.tools: {kind}.reset")
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
-        """Return the column `environments`: the object of each episode, for rewards."""
-        return {"environments": [episode and episode.object for episode in self.runner.environments(columns)]}
+        """Return the column `environments` for rewards: each episode's object, None if it could not be made."""
+        made = [play.environment for play in self.runner.plays(columns)]
+        return {"environments": [episode and episode.object for episode in made]}

@@ -133,8 +133,7 @@ class Toolbox:
         if name in self._tools:
             raise UserError(f"data.tools: expected different names, got {name} twice")
         self.schemas.append(schema)
-        if method is not None:
-            self._methods.add(name)
+        self._methods.update([name] if method else [])
         self._tools[name] = method or tool
         with suppress(PydanticUserError):  # pydantic does not know these annotations
             self._tools[name] = validate_call(method or tool)

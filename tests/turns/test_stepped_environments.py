@@ -1,6 +1,7 @@
 """Environment classes: one step per turn, replay after a stop, several kinds."""
 
 import dataclasses
+import itertools
 import json
 import math
 from contextlib import ExitStack
@@ -192,7 +193,7 @@ def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():
     go_on("f")
     own = {"environment": ["World"], "seed": [5], "episodes": episodes[:1]}
     assert runner.reward(**own) == [3.0] and runner.step([row], episodes[:1]) == [None]
-    assert len(steps) == 7 and runner.environments(own) == made[:1]
+    assert len(steps) == 7 and [play.environment for play in runner.plays(own)] == made[:1]
     assert runner.step([row], [Episode(tuple(map(Turn, "acf")))]) == [None] and len(made) == 4  # another episode
     (alone,) = single_turns([["a", "a"]])
     own = {"environment": ["World"] * 2, "seed": [5, 5], "episodes": alone}
@@ -220,3 +221,20 @@ def test_a_bad_environment_is_one_line(home, tmp_path, capsys, names, message):
     assert train_here(config(home, *names), tmp_path / "run") == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message.format(home=home) in error[0], error
+
+
+def test_an_episode_that_begins_with_other_messages_than_its_prompt_fails():
+    numbers = itertools.count()
+
+    class Chat:
+        def reset(self, seed):
+            return [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{next(numbers)} + 1"}]
+
+        def step(self, text):
+            return None, 1.0, True
+
+    runner = EnvRunner({"Chat": Chat})
+    runner.prompt("Chat", 3, "reset")
+    row = Row(0, "0 + 1", {"environment": "Chat", "seed": 3})
+    (failure,) = runner.step([row], [Episode((Turn("1"),))])
+    assert "reset of Chat returned 'Add.0 + 1' for the prompt and 'Add.1 + 1' for an episode of it" in str(failure)

@@ -731,6 +731,20 @@ def test_an_episode_that_begins_with_another_text_than_its_prompt_fails():
     (failure,) = episodes.runner.step([row], [Episode((Turn("It is done."),))])
     assert "reset of Counts returned 'Go 0.' for the prompt and 'Go 1.' for an episode of it" in str(failure)
 
+    class Shows(Waiting):
+        limit = 1
+
+        def reset(self, **row):
+            image = np.full((2, 2, 3), next(numbers), np.uint8)  # pictures may differ, as their files' names do
+            return [{"type": "text", "text": row["prompt"]}, {"type": "image", "image": image}, f" {self.limit}."]
+
+    episodes = episodes_with(Shows)
+    row = episodes.start_episode(Row(1, "Go"))
+    assert episodes.runner.step([row], [Episode((Turn("It is done."),))]) == [None]
+    Shows.limit = 2
+    (failure,) = episodes.runner.step([row], [Episode((Turn("It is done."),))])
+    assert "reset of Shows returned 'Go 1.' for the prompt and 'Go 2.' for an episode of it" in str(failure)
+
 
 @pytest.mark.parametrize(
     ("tools", "message"),

@@ -41,6 +41,14 @@ def over_scales(arm, choose):
     return choose(mean(run["after"] for run in runs if run["scale"] == scale) for scale in scales)
 
 
+def three_rewards(arm):
+    """The mean pixel accuracy of an arm of `benchmarks/three_rewards.py` over its fresh seeds."""
+    lines = (ROOT / "benchmarks" / "three_rewards.jsonl").read_text().splitlines()
+    runs = [run for run in map(json.loads, lines) if re.fullmatch(rf"{arm}_\de-3_1_4\d\d", run["run"])]
+    assert len(runs) == 10
+    return mean(run["pixel_accuracy"]["after"] for run in runs)
+
+
 def joint(arm):
     """The mean pixel accuracy over seeds of an arm of `benchmarks/joint.py`."""
     return mean(run["after"] for run in kept("joint.json")["runs"] if run["arm"] == arm)
@@ -85,6 +93,7 @@ FIGURES = [
     (r"GDPO (\.\d+) to (\.\d+), GRPO", [lambda: over_scales("gdpo", min), lambda: over_scales("gdpo", max)]),
     (r", GRPO (\.\d+) to (\.\d+), RAFT", [lambda: over_scales("grpo", min), lambda: over_scales("grpo", max)]),
     (r", RAFT (\.\d+) to (\.\d+)\]", [lambda: over_scales("raft", min), lambda: over_scales("raft", max)]),
+    (r"GDPO reaches (\.\d+) and GRPO (\.\d+) \(ten", [lambda: three_rewards("gdpo"), lambda: three_rewards("grpo")]),
     (r"with the rewriter alone \((\.\d+)\), and", [lambda: joint("rewriter")]),
     (r"and with both \(\*\*(\.\d+)\*\* of", [lambda: joint("joint")]),
     (r"one CPU core (\S+) × faster than with TRL", [lambda: 1 / kept("time_to_reward.json")["ratios"]["cpu to 0.7"]]),

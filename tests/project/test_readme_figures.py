@@ -54,10 +54,10 @@ def joint(arm):
     return mean(run["after"] for run in kept("joint.json")["runs"] if run["arm"] == arm)
 
 
-def writer(when):
+def writer(when, arm="gdpo"):
     """The mean pixel accuracy of SmolLM2-135M over the fresh seeds of `benchmarks/small_writer.py`."""
     runs = kept("small_writer.json")["runs"]
-    return mean(run[when] for run in runs if run["arm"] == "gdpo" and not run["arguments"] and run["seed"] >= 300)
+    return mean(run[when] for run in runs if run["arm"] == arm and not run["arguments"] and run["seed"] >= 300)
 
 
 def writer_beside_trl():
@@ -100,6 +100,7 @@ FIGURES = [
     (r"SmolLM2-135M has (\.\d+) after some supervised", [lambda: writer("before")]),
     (r"supervised updates on (\d+) pairs", [lambda: kept("small_writer.json")["runs"][0]["pairs"]]),
     (r"on rewards then reaches \*\*(\.\d+)\*\*", [lambda: writer("after")]),
+    (r"Supervision alone reaches (\.\d+) in", [lambda: writer("after", arm="sft")]),
     (r"in (\.\d+) of TRL's CPU seconds \(two", [writer_beside_trl]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),

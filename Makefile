@@ -6,7 +6,7 @@ VENV   ?= .venv
 EXTRAS ?= diffusion,recommendation,logging,environments,test,oracles,docs
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check
-# uv takes a third of pip's time. pip installs from an index that its variables name, and where uv fails. Both take the
+# uv takes .4 of pip's CPU time. pip installs from an index that its variables name, and where uv fails. Both take the
 # versions of constraints.txt.
 UV     := $(if $(PIP_INDEX_URL)$(PIP_EXTRA_INDEX_URL),false,$(BIN)/python -m uv pip install --python $(BIN)/python --quiet)
 INSTALL = $(UV) -c constraints.txt -e ".[$(1)]" || $(PIP) -c constraints.txt -e ".[$(1)]"

@@ -117,13 +117,14 @@ def table(runs: list[dict], arms: list[str]) -> str:
     def row(*cells: object) -> str:
         return f"| {' | '.join(map(str, cells))} |"
 
-    means = [row("arm", "seeds", *MEASURES), "|---" * (2 + len(MEASURES)) + "|"]
-    gaps = [row("GDPO minus", "seeds", *MEASURES), means[1]]
+    means = [row("arm", "seeds", *MEASURES, "lowest pixel_accuracy"), "|---" * (3 + len(MEASURES)) + "|"]
+    gaps = [row("GDPO minus", "seeds", *MEASURES), "|---" * (2 + len(MEASURES)) + "|"]
     for arm in arms:
         values = {measure: after(arm, measure) for measure in MEASURES}
         count = len(values["length"])
         if count:
-            means.append(row(f"`{arm}`", count, *(f"{np.mean([*those.values()]):.3f}" for those in values.values())))
+            cells = [*(np.mean([*those.values()]) for those in values.values()), min(values["pixel_accuracy"].values())]
+            means.append(row(f"`{arm}`", count, *(f"{cell:.3f}" for cell in cells)))
         if count and arm != "gdpo" and "gdpo" in arms:
             less = (paired_difference(after("gdpo", measure), those) for measure, those in values.items())
             gaps.append(row(f"`{arm}`", count, *less))

@@ -31,6 +31,6 @@ if __name__ == "__main__":
     rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
     texts = answers(given.folder, None if given.variant == "base" else Path(given.variant), rows, given.new_tokens)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    rewards = given.function(columns.pop("prompt"), texts, **columns)
+    rewards = given.functions[0](columns.pop("prompt"), texts, **columns)
     report = {"reward": statistics.mean(rewards), "right": rewards.count(1.0) / len(rows), "examples": texts[:3]}
     given.out.write_text(json.dumps(report))

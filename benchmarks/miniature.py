@@ -1,12 +1,13 @@
-"""Learning of the default run: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
+"""Learning of the default run: GDPO, GRPO on summed rewards, RAFT, PPO and shuffled rewards, from the same start.
 
     python benchmarks/miniature.py [--seeds 0 1 2 | --fresh 20] [--variants gdpo grpo max_at_k raft ppo shuffled scenes]
                                    [--jobs 1] [--out DIR]
 
-Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: pixel accuracy on the same
-held-out prompts, before, after, with the oracle's rewrite, and the closed share of the gap. "shuffled" permutes the
-training rewards within each group, so that its gain is not learned from rewards. "scenes" is the harder world, with
-figures also by kind of request. With --evaluation.samples above 1, "samples" in the JSON has best@k and pass@k.
+Each run is the default config with another seed; finished ones in --out are not repeated. Prints JSON, and a table for
+RESULTS.md: pixel accuracy on the same held-out prompts, before, after, with the oracle's rewrite, and the closed share
+of the gap. "shuffled" permutes the training rewards within each group, so that its gain is not learned from rewards.
+"scenes" is the harder world, with figures also by kind of request. With --evaluation.samples above 1, "samples" in the
+JSON has best@k and pass@k.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ VARIANTS = {
     "grpo": ["--algorithm.advantage", "grpo"],
     "max_at_k": ["--algorithm.advantage", "max_at_k"],  # the best of 4 completions
     "raft": ["--algorithm.advantage", "raft"],  # the best of each group alone
-    "ppo": ["--config", "prompt_enhancement_ppo"],
+    # with the pictures, rate and KL of the default run
+    "ppo": [
+        *("--config", "prompt_enhancement_ppo", "--judges.renderer.steps", "1"),
+        *("--optimizer.learning_rate", "2e-3", "--ppo.kl_coef", "0.06"),
+    ],
     "shuffled": ["--algorithm.advantage", "gdpo"],
     "scenes": ["--config", "prompt_enhancement_scenes"],
     "scenes_shuffled": ["--config", "prompt_enhancement_scenes"],
@@ -101,11 +106,12 @@ def summary(run_dir: Path, options: list[str], change=None, clock: list[float] |
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:
-    """A run in a process of its own, and its figures."""
+    """A run in a process of its own, made unless it is there, and its figures."""
     run_dir = folder / f"{variant}_{seed}"
     command = [sys.executable, __file__, "--one", variant, str(seed), str(run_dir), *extra]
-    with open(folder / f"{variant}_{seed}.log", "w") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    if not (run_dir / "summary.json").exists():
+        with open(folder / f"{variant}_{seed}.log", "w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
     summary = json.loads((run_dir / "summary.json").read_text())
     pixels, alignment = (summary["evaluation"][name] for name in ("pixel_accuracy", "alignment"))
     return {

@@ -249,7 +249,8 @@ def _cells(values: list[Any]) -> list[Any]:
 
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
     """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended."""
-    values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
+    judged = rollout.rewards if ctx.config.algorithm.turn_advantage == "return" else rollout.final_rewards
+    values = dict(zip(ctx.fns.reward_names, np.moveaxis(judged, -1, 0), strict=True))
     streaks: dict[str, int] = {}
     constant: dict[str, list[float]] = {}
     ranges = dict(notes.range)

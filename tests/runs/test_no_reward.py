@@ -1,7 +1,9 @@
 """A run in which no completion gets a reward: it stops with a message, and resumes once there are rewards."""
 
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from support.text_task import rows, train_values
@@ -10,6 +12,7 @@ from grpo_jax.config.run import make_config
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.endings import rewards_missing_reason
 from grpo_jax.runs.loading import load
+from grpo_jax.runs.metrics import reward_streaks
 from grpo_jax.runs.session import Notes, Progress
 
 JUDGE = """
@@ -67,6 +70,21 @@ def test_a_short_run_without_rewards_has_a_reason_to_end(tmp_path):
     assert told.endswith("and start again") and not rewards_missing_reason(
         progress._replace(iterations=4), str(tmp_path)
     )
+
+
+@pytest.mark.parametrize(("advantage", "streak", "constant"), [("return", 0, {"rare": [2.0, 1]}), ("last", 1, {})])
+def test_a_reward_of_an_earlier_turn_counts_where_it_trains(values, advantage, streak, constant):
+    """With "return" each turn is judged, with "last" the end of an episode alone."""
+    algorithm = make_config(values).algorithm.replace(turn_advantage=advantage)
+    rewards = np.array([[[[2.0], [np.nan]]] * 2], np.float32)  # [P, G, U, N]
+    rollout = SimpleNamespace(rewards=rewards, final_rewards=rewards[:, :, -1], samples=None)
+    ctx = SimpleNamespace(
+        config=SimpleNamespace(algorithm=algorithm),
+        fns=SimpleNamespace(reward_names=("rare",)),
+        rewards=SimpleNamespace(weights={"rare": 1.0}),
+    )
+    notes = reward_streaks(ctx, rollout, Notes())
+    assert notes.streaks == {"rare": streak} and notes.constant == constant
 
 
 def test_a_chat_policy_without_a_template_gives_a_warning(place, tmp_path):

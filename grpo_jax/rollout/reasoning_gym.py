@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import os
 import random
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,17 +55,19 @@ def read_tasks(place: str, seed: int | None, held_out: float) -> str | Records:
         return place
     sources = _SEPARATOR.split(place.removeprefix(PREFIX))
     taken: set[str] = set()
-    rows: list[Fields] = []
-    for source in sources if held_out else ():
-        rows += _held_out_rows(source, held_out, taken)
-    for source in sources:
-        drawn = [row for row in _rows(source, seed) if row["prompt"] not in taken]
-        if not drawn:
-            raise UserError(
-                f"{PREFIX}{source}: all its prompts are held out: widen its options, or lower data.held_out"
-            )
-        rows += [row | {"split": "train"} for row in drawn] if held_out else drawn
-    return listed([*enumerate(rows)])
+    held = [[*_held_out_rows(source, held_out, taken)] for source in sources if held_out]
+    drawn = [[row for row in _rows(source, seed) if row["prompt"] not in taken] for source in sources]
+    if not all(drawn):
+        source = sources[drawn.index([])]
+        raise UserError(f"{PREFIX}{source}: all its prompts are held out: widen its options, or lower data.held_out")
+    train = _in_turns(drawn) if seed is None else [row for part in drawn for row in part]
+    marked = [row | {"split": "train"} for row in train] if held_out else train
+    return listed([*enumerate(_in_turns(held) + marked)])
+
+
+def _in_turns(parts: Sequence[Sequence[Fields]]) -> list[Fields]:
+    """Return the rows of data sets in turns, so that the first held-out prompts are of all of them."""
+    return [row for turn in itertools.zip_longest(*parts) for row in turn if row is not None]
 
 
 def _held_out_rows(source: str, share: float, taken: set[str]) -> Iterator[Fields]:

@@ -38,6 +38,7 @@ def test_rows_are_those_of_the_data_sets_with_their_difficulty():
     found = prompts(f"reasoning_gym:{SUMS}+letter_counting?size=20", held_out=0.2)
     assert [len(part) for part in found] == [70, 14, 14]
     assert {row.columns["dataset"] for row in found.test} == {SUMS, "letter_counting?size=20"}
+    assert {row.columns["dataset"] for row in found.test[:2]} == {row.columns["dataset"] for row in found.test}
     sums = [row for part in found for row in part if row.columns["dataset"] == SUMS]
     for row in sums:
         expression = row.prompt.rpartition(": ")[2].removesuffix(" =")

@@ -221,8 +221,10 @@ def dataset_records(value: Any, subject: str, base: Path | None = None) -> Recor
     `subject` is its name in errors, `base` the folder that its paths are relative to.
     """
     parts: list[Any] = [*value.values()] if isinstance(value, Mapping) else [value]
-    if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts):
-        return None
+    if not parts or not all(hasattr(part, "with_format") and hasattr(part, "data") for part in parts):
+        return None  # a streamed data set too, which has no table: its rows are listed
+    if any(part.format["type"] == "custom" for part in parts):
+        raise UserError(f"{short_name(subject)}: set_transform is not applied here: apply the function by map(…)")
     if isinstance(value, Mapping):
         named = []
         for split, part in value.items():

@@ -150,6 +150,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     if records is not None:
         return load_prompts(records, **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: iteration gives column names
+        require(prompts.columns.is_unique, "prompts", "a table that names each column once", [*prompts.columns])
         prompts = prompts.astype(object).where(prompts.notna(), None).to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"{expected}, got a {type(prompts).__name__}")

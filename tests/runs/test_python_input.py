@@ -14,6 +14,7 @@ from grpo_jax import PromptSet, evaluate, make_prompt_set
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.policy import run_config
+from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main, run
 
 OWN = """
@@ -238,3 +239,17 @@ def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, re
     assert evaluate.main(["--run", str(folder)]) == 2
     assert "no prompts were held out (data.held_out), so there is nothing to measure" in capsys.readouterr().err
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+
+
+def test_rows_of_datasets_are_those_that_iteration_gives():
+    data = importlib.import_module("datasets").Dataset.from_list([{"prompt": letter} for letter in "abc"])
+    section = make_config(task="text", data={"held_out": 0})
+    assert [row.prompt for row in from_python(section, data.to_iterable_dataset(), None).prompts.train] == [*"abc"]
+    with pytest.raises(UserError, match=r"prompts: set_transform is not applied here: apply the function by map"):
+        from_python(section, data.with_transform(lambda rows: {"prompt": [f"say {p}" for p in rows["prompt"]]}), None)
+
+
+def test_a_table_names_each_column_once():
+    table = pytest.importorskip("pandas").DataFrame([["a", "b"]], columns=["prompt", "prompt"])
+    with pytest.raises(UserError, match="prompts: expected a table that names each column once"):
+        from_python(make_config(task="text"), table, None)

@@ -72,8 +72,10 @@ def lora_fields(value: Any) -> Any:
     """Return the fields of a peft.LoraConfig; return any other value unchanged."""
     if type(value).__name__ != "LoraConfig":
         return value
-    for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save"):
-        require(not getattr(value, name), name, "none in a LoraConfig: adapters are plain LoRA", getattr(value, name))
+    plain = vars(type(value)())
+    for name, given in vars(value).items():
+        same = name in ("r", "lora_alpha", "target_modules", "task_type", "inference_mode") or given == plain.get(name)
+        require(same, name, f"{plain.get(name)} in a LoraConfig: adapters are plain LoRA", given)
     targets = value.target_modules
     listed = [] if targets in (None, "all-linear") else [targets] if isinstance(targets, str) else sorted(targets)
     return {"rank": value.r, "alpha": value.lora_alpha, "targets": listed}

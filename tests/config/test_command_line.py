@@ -124,8 +124,10 @@ def test_a_lora_config_of_peft_is_a_section():
     peft = pytest.importorskip("peft")
     lora = make_config(task="text", policy={"lora": peft.LoraConfig(r=4, target_modules=["q_proj"])}).policy.lora
     assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ["q_proj"])
-    with pytest.raises(UserError, match=r"policy.lora.lora_dropout: expected none in a LoraConfig"):
-        make_config(task="text", policy={"lora": peft.LoraConfig(lora_dropout=0.1)})
+    others = {"lora_dropout": 0.1, "bias": "all", "rank_pattern": {"q_proj": 8}, "layers_to_transform": [0]}
+    for name, value in others.items():
+        with pytest.raises(UserError, match=rf"policy.lora.{name}: expected .* in a LoraConfig"):
+            make_config(task="text", policy={"lora": peft.LoraConfig(**{name: value})})
 
 
 @pytest.mark.parametrize(

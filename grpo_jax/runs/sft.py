@@ -66,6 +66,8 @@ def run_sft(ctx: RunContext, info: Callable[[str], None]) -> Variables:
     pairs = teachable(ctx, pairs, info)
     most = f"at most {len(pairs)}, the number of SFT pairs"
     require(section.batch <= len(pairs), "sft.batch", most, section.batch)
+    if cut := sum(_is_cut(ctx, pair) for pair in pairs):
+        info(f"SFT: warning: {cut} of {len(pairs)} pairs are cut at sampling.max_new_tokens, without their end token")
     state, step = make_sft(ctx)
     line_every = max(1, section.steps // _LINES)
     for number in range(section.steps):
@@ -137,6 +139,13 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
     if len(writable) < len(pairs):
         info(f"SFT: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
     return writable
+
+
+def _is_cut(ctx: RunContext, pair: Pair) -> bool:
+    """Return whether a text of a pair has more tokens than a completion; no text has more tokens than bytes."""
+    most = ctx.config.sampling.max_new_tokens
+    long = (text for text in pair[1::2] if len(text.encode()) >= most)
+    return any(supervised_tokens(ctx, as_row(pair[0]).prompt, text)[-1] not in ctx.policy.eos_ids for text in long)
 
 
 def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:

@@ -141,3 +141,8 @@ def test_a_completion_of_another_form_is_refused(value):
 def test_too_few_pairs_are_refused(taught):
     with pytest.raises(UserError, match="expected at most 0, the number of SFT pairs, got 1"):
         taught("été")
+
+
+def test_pairs_longer_than_a_completion_are_counted(taught):
+    _, _, said = taught(TEXT, "x" * 40, max_new_tokens=12)
+    assert said[0].startswith("SFT: warning: 1 of 2 pairs are cut at sampling.max_new_tokens")

@@ -117,6 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _predict(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
+    if options.file is not None and Path(options.file).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv"):
+        raise UserError(f"--file: expected a text with a prompt on each line, got the records of {options.file}")
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
     with ExitStack() as exit_stack:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import flat, require
 from grpo_jax.config.judge import Judge, title
 from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
@@ -224,9 +224,29 @@ def training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]
     for section, rate in rates.items():
         if not 1e-9 <= rate < 0.1:
             yield f"{section}.learning_rate {rate:g}: an update moves each weight by about that; usual are 1e-7 to 1e-2"
+    yield from options_without_effect(config)
     algorithm = config.algorithm
     if not (any(rewards.weights.values()) or algorithm.overlong_buffer or algorithm.advantage == "opd"):
         yield "all weights of rewards are 0: no reward trains the policy"
+
+
+def options_without_effect(config: Config) -> Iterator[str]:
+    """Yield a line for each changed option that another one's value makes useless, and for a warm-up without a peak."""
+    training, advantage, full = config.training, config.algorithm.advantage, "policy.lora.rank 0: all weights train"
+    unread = {
+        "training.num_epochs": training.max_steps > 0 and f"training.max_steps {training.max_steps} (0 counts epochs)",
+        "ppo": not config.algorithm.learns_values and f"algorithm.advantage {advantage}",
+        "policy.lora": not config.policy.lora.used and full,
+        "policy.frozen_dtype": not config.policy.lora.used and full,
+        "data.instruction": config.data.form == "append" and "data.form append",
+    }
+    changed = [name for name, value in flat(config.model_dump(exclude_defaults=True)).items() if value != {}]
+    for name, reason in unread.items():
+        if reason:
+            yield from (f"{one} has no effect with {reason}" for one in changed if f"{one}.".startswith(f"{name}."))
+    updates, warmup = training.max_steps * training.inner_epochs * training.minibatches, config.optimizer.warmup_steps
+    if 0 < updates < warmup:
+        yield f"optimizer.warmup_steps {warmup}: the run ends after {updates} updates, within its warm-up"
 
 
 def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
-from grpo_jax import evaluate, export
+from grpo_jax import evaluate, export, predict
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.fields import identity
 from grpo_jax.config.files import read_yaml
 from grpo_jax.config.sections import SamplingSection
 from grpo_jax.errors import UserError, run_cli
 from grpo_jax.predict import load_rewriter
+from grpo_jax.runs.loading import options_without_effect
 from grpo_jax.train import main
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -146,3 +147,23 @@ def test_a_config_from_a_pipe():
     threading.Thread(target=tell).start()
     assert parse(["--config", f"/dev/fd/{read}"]).seed == 5
     os.close(read)
+
+
+def test_options_that_the_run_does_not_read_are_named(tmp_path):
+    options = ["--training.num_epochs=3", "--ppo.kl_coef=0.1", "--policy.lora.alpha=8", "--optimizer.warmup_steps=101"]
+    lines = [*options_without_effect(parse(["--task=text", *options]))]
+    assert lines[0] == "training.num_epochs has no effect with training.max_steps 100 (0 counts epochs)"
+    assert [line.partition(" ")[0] for line in lines[1:]] == [
+        "ppo.kl_coef",
+        "policy.lora.alpha",
+        "optimizer.warmup_steps",
+    ]
+    read = ["--training.max_steps=0", "--algorithm.advantage=gae", "--policy.lora.rank=4"]
+    assert not [*options_without_effect(parse(["--task=text", *options, *read]))]
+    assert not [*options_without_effect(parse(["--task=text"]))]
+
+
+def test_predict_takes_lines_and_no_records(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    assert predict.main(["--run", str(tmp_path), "--file", str(tmp_path / "a.jsonl")]) == 2
+    assert "--file: expected a text with a prompt on each line, got the records of" in capsys.readouterr().err

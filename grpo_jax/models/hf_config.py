@@ -41,10 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_fields(
-    fields: ConfigJson,
-    neutral: Mapping[str, tuple[Any, ...]],
-    model_type: str,
-    required: Iterable[str] = (),
+    fields: ConfigJson, neutral: Mapping[str, tuple[Any, ...]], model_type: str, required: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Return the non-null fields. ValueError names one that is missing or not supported.
 

@@ -189,11 +189,7 @@ class Report(NamedTuple):
 
 
 def run_programs(
-    config: Config,
-    model: ModelConfig,
-    mesh: jax.sharding.Mesh | None,
-    shown: Shown | None,
-    platform: str | None = None,
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None, platform: str | None = None
 ) -> dict[str, Program]:
     """Return a run's programs at maximum lengths, by name: vision, sample, turn, logprobs, update.
 

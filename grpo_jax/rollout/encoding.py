@@ -197,11 +197,7 @@ def _make_tokens_of(
             raise UserError(f"{unsupported}; remove {field} or use another policy")
     encoders = {
         name: conversation_encoder(
-            tokenizer,
-            chat=chat,
-            vision=vision,
-            vocab_size=vocab_size,
-            **template_options(section, name),
+            tokenizer, chat=chat, vision=vision, vocab_size=vocab_size, **template_options(section, name)
         )
         for name in (None, *section.tool_classes)
     }

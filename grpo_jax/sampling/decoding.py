@@ -107,11 +107,7 @@ def make_ends(eos_ids: tuple[int, ...], pad_id: int, allowed_tokens: ArrayLike |
 
 
 def write_completions(
-    policy: Policy,
-    params: SamplingParams,
-    ends: Ends,
-    variables: Variables,
-    batch: PromptBatch,
+    policy: Policy, params: SamplingParams, ends: Ends, variables: Variables, batch: PromptBatch
 ) -> Loop:
     """Sample in one program, once per bucket of shapes."""
     loop, weights = begin_completions(policy, params, ends, variables, batch)
@@ -137,14 +133,7 @@ def begin_completions(
     return writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1)), weights
 
 
-def begin(
-    prefix: Prefix,
-    keys: jax.Array,
-    done: jax.Array,
-    params: SamplingParams,
-    ends: Ends,
-    cache: Cache,
-) -> Loop:
+def begin(prefix: Prefix, keys: jax.Array, done: jax.Array, params: SamplingParams, ends: Ends, cache: Cache) -> Loop:
     """Return the state before the first token, for keys [P, G]; `done` completions [P] or [P, G] need no step."""
     slab = (*keys.shape, params.max_new_tokens)
     return Loop(

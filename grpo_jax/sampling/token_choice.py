@@ -66,10 +66,7 @@ class Choice(NamedTuple):
 
 
 def choose_tokens(
-    logits: jax.Array,
-    keys: jax.Array,
-    params: SamplingParams,
-    allowed_tokens: jax.Array | np.ndarray | None = None,
+    logits: jax.Array, keys: jax.Array, params: SamplingParams, allowed_tokens: jax.Array | np.ndarray | None = None
 ) -> Choice:
     """Draw one token per row.
 

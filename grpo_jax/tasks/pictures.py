@@ -154,12 +154,7 @@ def _spellings(answer: str) -> list[str]:
 
 
 def geneval(
-    *,
-    images: Tensor,
-    include: list[list[dict[str, Any]] | None],
-    detector: Detector,
-    scorer: Scorer,
-    **columns: Any,
+    *, images: Tensor, include: list[list[dict[str, Any]] | None], detector: Detector, scorer: Scorer, **columns: Any
 ) -> list[float | None]:
     """Score a picture by GenEval's rules, with its row's `include`, `exclude` and `tag`; None without them.
 
@@ -201,7 +196,7 @@ class PictureTask(Task):
     answers, for each reward; "missing", none; "prompt", those of the user's prompt, rendered in its place."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
-        "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
+        "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}}
     }
     display: ClassVar[Display] = Display(
         headline=("pixel_accuracy",),

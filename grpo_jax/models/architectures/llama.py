@@ -109,11 +109,7 @@ class DecoderConfig:
 
 
 def read_shared(
-    fields: hf_config.ConfigJson,
-    model_type: str,
-    *,
-    honoured: tuple[str, ...] = (),
-    head_dim: int | None = None,
+    fields: hf_config.ConfigJson, model_type: str, *, honoured: tuple[str, ...] = (), head_dim: int | None = None
 ) -> dict[str, Any]:
     """Check the fields shared by all architectures of `DecoderConfig`, and return its common arguments.
 
@@ -409,6 +405,5 @@ LLAMA_ARCHITECTURE = Architecture(
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
 
 QWEN_VL_ARCHITECTURE = LLAMA_ARCHITECTURE._replace(
-    model_types=VISION_TYPES,
-    naming=NAMING._replace(prefixes=_PREFIXES, beside=("visual.", "model.visual.")),
+    model_types=VISION_TYPES, naming=NAMING._replace(prefixes=_PREFIXES, beside=("visual.", "model.visual."))
 )

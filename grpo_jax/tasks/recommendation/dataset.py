@@ -270,13 +270,7 @@ def lessons(rows: Sequence[Row], catalogue: Catalogue, *, seed: int = 0) -> list
 
 
 def make_world(
-    *,
-    users: int = 2000,
-    items: int = 2000,
-    length: int = 8,
-    fickle: float = 0.1,
-    noise: float = 0.02,
-    seed: int = 0,
+    *, users: int = 2000, items: int = 2000, length: int = 8, fickle: float = 0.1, noise: float = 0.02, seed: int = 0
 ) -> tuple[Catalogue, Sequences]:
     """Draw users, whose items never repeat; `fickle` and `noise` are shares of the items."""
     catalogue = make_catalogue_of_words(items)

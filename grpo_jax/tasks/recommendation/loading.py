@@ -177,11 +177,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
         return [row for row in rows if row is not None]
 
     def recommend(
-        history: Sequence[str],
-        k: int = 10,
-        *,
-        exclude: Sequence[str] = (),
-        note: Callable[[str], None] = warnings.warn,
+        history: Sequence[str], k: int = 10, *, exclude: Sequence[str] = (), note: Callable[[str], None] = warnings.warn
     ) -> list[Recommended]:
         rows = list(dict.fromkeys(reversed(rows_of("history", history, note))))[::-1]
         left_out = {*rows, *rows_of("exclude", exclude, note)}

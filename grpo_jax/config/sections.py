@@ -68,14 +68,20 @@ class LoraSection(Section):
         return self.rank > 0 or self.path is not None
 
 
+# of peft.LoraConfig: the read ones, and those that change no weight
+_LORA_FIELDS = ("r", "lora_alpha", "target_modules", "task_type", "inference_mode", "fan_in_fan_out", "auto_mapping")
+_LORA_FIELDS += ("base_model_name_or_path", "peft_version", "revision")
+
+
 def lora_fields(value: Any) -> Any:
     """Return the fields of a peft.LoraConfig; return any other value unchanged."""
     if type(value).__name__ != "LoraConfig":
         return value
     plain = vars(type(value)())
     for name, given in vars(value).items():
-        same = name in ("r", "lora_alpha", "target_modules", "task_type", "inference_mode") or given == plain.get(name)
-        require(same, name, f"{plain.get(name)} in a LoraConfig: adapters are plain LoRA", given)
+        usual = plain.get(name)
+        same = name in _LORA_FIELDS or given == usual or not (given or usual)
+        require(same, name, f"{usual} in a LoraConfig: adapters are plain LoRA", given)
     targets = value.target_modules
     listed = [] if targets in (None, "all-linear") else [targets] if isinstance(targets, str) else sorted(targets)
     return {"rank": value.r, "alpha": value.lora_alpha, "targets": listed}

@@ -124,6 +124,8 @@ def test_a_lora_config_of_peft_is_a_section():
     peft = pytest.importorskip("peft")
     lora = make_config(task="text", policy={"lora": peft.LoraConfig(r=4, target_modules=["q_proj"])}).policy.lora
     assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ["q_proj"])
+    saved = peft.LoraConfig(r=4, base_model_name_or_path="base", inference_mode=True, modules_to_save=[])
+    assert make_config(task="text", policy={"lora": saved}).policy.lora.rank == 4
     others = {"lora_dropout": 0.1, "bias": "all", "rank_pattern": {"q_proj": 8}, "layers_to_transform": [0]}
     for name, value in others.items():
         with pytest.raises(UserError, match=rf"policy.lora.{name}: expected .* in a LoraConfig"):

@@ -516,9 +516,9 @@ class EvaluationSection(Section):
     """Measurement on held-out prompts."""
 
     prompts: Count = 128
-    """Test prompts measured before and after; 0 for all of them."""
+    """Test prompts measured before and after, the first ones: shuffle a sorted file; 0 for all of them."""
     validation_prompts: Count = 32
-    """Validation prompts, to choose the best checkpoint."""
+    """Validation prompts, the first ones, to choose the best checkpoint."""
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from seeds import mean_interval, paired_difference
 
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
@@ -106,12 +107,11 @@ def summary(run_dir: Path, options: list[str], change=None, clock: list[float] |
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:
-    """A run in a process of its own, made unless it is there, and its figures."""
+    """A run in a process of its own, and its figures."""
     run_dir = folder / f"{variant}_{seed}"
     command = [sys.executable, __file__, "--one", variant, str(seed), str(run_dir), *extra]
-    if not (run_dir / "summary.json").exists():
-        with open(folder / f"{variant}_{seed}.log", "w") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    with open(folder / f"{variant}_{seed}.log", "a") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
     summary = json.loads((run_dir / "summary.json").read_text())
     pixels, alignment = (summary["evaluation"][name] for name in ("pixel_accuracy", "alignment"))
     return {
@@ -150,6 +150,20 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def interval_table(results: list[dict]) -> str:
+    """Pixel accuracy after training and GDPO's paired differences, with 95 % intervals, as Markdown."""
+    after: dict[str, dict[int, float]] = {}
+    for row in results:
+        after.setdefault(row["variant"], {})[row["seed"]] = row["after"]
+    lines = ["| run | seeds | mean | least | most | GDPO minus this |", "|---|---|---|---|---|---|"]
+    for variant, values in after.items():
+        others = after.get("gdpo", {})
+        less = paired_difference(others, values) if variant != "gdpo" and others.keys() & values.keys() else ""
+        mean, low, high = mean_interval([*values.values()]), min(values.values()), max(values.values())
+        lines.append(f"| {variant} | {len(values)} | {mean} | {low:.3f} | {high:.3f} | {less} |")
+    return "\n".join(lines)
+
+
 def kinds_table(results: list[dict]) -> str:
     """Before, after and oracle by kind of request, means over the seeds of a variant, as Markdown."""
     lines = ["| run | kind | before | after | lowest after | oracle |", "|---|---|---|---|---|---|"]
@@ -167,7 +181,7 @@ def main() -> None:
     """Run everything and print the figures."""
     if sys.argv[1:2] == ["--one"]:
         variant, seed, run_dir, *extra = sys.argv[2:]
-        one(["--seed", seed, "--run_dir", run_dir, *VARIANTS[variant], *extra], control(variant, int(seed)))
+        summary(Path(run_dir), ["--seed", seed, *VARIANTS[variant], *extra], control(variant, int(seed)))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -175,7 +189,11 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1, help="Runs at once; seconds are comparable for 1 alone.")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark") / time.strftime("%Y%m%d-%H%M%S"))
+    parser.add_argument("--kept", type=Path, help="Print the intervals of this file's runs, and run nothing.")
     options, extra = parser.parse_known_args()
+    if options.kept:
+        print(interval_table(json.loads(options.kept.read_text())["runs"]))
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = fresh_seeds(options.fresh) or options.seeds
     jobs = [(variant, seed) for variant in options.variants for seed in seeds]
@@ -188,7 +206,7 @@ def main() -> None:
         "runs": results,
     }
     print(json.dumps(report, indent=2))
-    print(f"\n{table(results)}\n\n{kinds_table(results)}")
+    print(f"\n{table(results)}\n\n{interval_table(results)}\n\n{kinds_table(results)}")
 
 
 if __name__ == "__main__":

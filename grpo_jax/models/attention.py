@@ -24,9 +24,11 @@ _DECODED_HEADS = (64, 128)  # head sizes of `attend_token`: Triton's blocks are 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 _FLASH_PLATFORMS = ("cuda", "tpu")
+_FLASH = (*_FLASH_PLATFORMS, "cudnn")
 _FLASH_SHORTEST = 128  # queries of a row from which on the kernels are taken
-_FLASH_HEADS = range(16, 129)
-"""Sizes of a head that they take: Triton has no smaller products, and larger ones do not fit into every card's core."""
+_FLASH_HEADS = range(16, 129, 8)
+"""Sizes of a head that they take: Triton has no smaller products, larger ones do not fit into every card's core, and
+cuDNN takes multiples of 8."""
 
 
 class Tokens(NamedTuple):
@@ -301,10 +303,10 @@ def attend_streams(
 ) -> LayerOutput:
     """Compute one layer's attention over prompts and completions at once; `softcap` is that of `attend`.
 
-    `attention` comes from `choose_attention`. ``rows`` and ``blocks`` are `attend` with and without `by_row`. ``cuda``
-    and ``tpu`` use `kernels.causal_rows` for many running tokens, in layers without window, scale or softcap. Each
-    completion is then a row after a copy of its prompt, so prompts must not be longer than completions. ``cuda`` also
-    uses `kernels.attend_token`, for one new token of each completion.
+    `attention` comes from `choose_attention`. ``rows`` and ``blocks`` are `attend` with and without `by_row`. ``cuda``,
+    ``tpu`` and ``cudnn`` use `kernels.causal_rows` for many running tokens, in layers without window, scale or softcap.
+    Each completion is then a row after a copy of its prompt, so prompts must not be longer than completions. ``cuda``
+    also uses `kernels.attend_token`, for one new token of each completion, and so does ``cudnn`` with Triton in jax.
 
     The S tokens of a prompt's row are its L prompt tokens, then the G·T tokens of its completions. A layer thus applies
     every weight in one product; only attention separates them. L is 0 if the prompts' keys and values are cached, and
@@ -322,10 +324,10 @@ def attend_streams(
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
     plain = all(setting is None for setting in (softcap, layer_input.window, layer_input.scale))
-    flash = plain and layer_input.prefix is None and attention in _FLASH_PLATFORMS and query.shape[-1] in _FLASH_HEADS
+    flash = plain and layer_input.prefix is None and attention in _FLASH and query.shape[-1] in _FLASH_HEADS
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
-    if plain and attention == "cuda" and _decodes(query, layer_input, context):
+    if plain and attention in ("cuda", "cudnn") and has_triton() and _decodes(query, layer_input, context):
         from grpo_jax.models.kernels import attend_token  # other platforms may lack Pallas for Triton
 
         cached = layer_input.prefix, context.prompt.mask, layer_input.cache, context.slot
@@ -407,12 +409,14 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
     """Return the attention of a platform, for `attend_streams`.
 
     A CPU uses ``rows``, so that a row's scores fit its cache. A GPU or TPU uses its kernels (``cuda``, ``tpu``) in
-    bfloat16 on one device. Otherwise, and if `implementation` is ``eager`` or a GPU's jax has no Triton, it uses
-    ``blocks``.
+    bfloat16 on one device, and a GPU ``cudnn`` if `implementation` says so. Otherwise, and if `implementation` is
+    ``eager`` or a GPU's jax has no Triton, it uses ``blocks``.
     """
     if platform == "cpu" and not over_mesh:
         return "rows"
-    kernels = platform in _FLASH_PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
+    kernels = platform in _FLASH_PLATFORMS and implementation != "eager" and not over_mesh and dtype == jnp.bfloat16
+    if kernels and platform == "cuda" and implementation == "cudnn":
+        return "cudnn"
     return platform if kernels and (platform != "cuda" or has_triton()) else "blocks"
 
 

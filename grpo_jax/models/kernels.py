@@ -2,7 +2,7 @@
 
 `causal_rows` materialises no scores or masks; only lengths and segments reach its kernels (FlashAttention, Dao et al.
 2022, arXiv:2205.14135). They compute in bfloat16, which every GPU supported by Triton has; with float32 inputs their
-products would lose precision.
+products would lose precision. cuDNN's attention is a choice beside them (`policy.attn_implementation`).
 
 `attend_token` reads the prompt's shared keys and the completion's written keys with an online softmax (Milakov and
 Gimelshein 2018, arXiv:1805.02867). It writes the new key and value into the cache in place.
@@ -27,15 +27,18 @@ def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
     """Compute causal softmax attention within rows, with scores scaled by E^-0.5.
 
     Queries and result are [B, S, K, R, E], keys and values [B, S, K, E]; R query heads read each key head. The mask,
-    bool [B, S], is False on padding, which no other token reads. `platform` is ``cuda`` or ``tpu``.
+    bool [B, S], is False on padding, which no other token reads. `platform` is ``cuda``, ``tpu`` or ``cudnn``.
     """
     rows, length, heads, shared, size = query.shape
-    more = -length % _FLASH_PADDED
+    more = -length % (2 if platform == "cudnn" else _FLASH_PADDED)
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
 
     flat = query.reshape(rows, length, heads * shared, size)
+    if platform == "cudnn":
+        padding = (~mask).sum(axis=-1, dtype=jnp.int32)
+        return _cudnn_rows(*map(pad, (flat, key, value)), padding)[:, :length].reshape(query.shape)
     key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
     padded, segments = [pad(x) for x in (flat, key, value)], pad(mask).astype(jnp.int32)
     options = {"causal": True, "sm_scale": size**-0.5}
@@ -51,6 +54,28 @@ def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
         mixed = flash_attention(*heads_first, segment_ids=SegmentIds(segments, segments), **options).swapaxes(1, 2)
     return mixed[:, :length].reshape(query.shape)
 
+
+def _cudnn_rows(query: jax.Array, key: jax.Array, value: jax.Array, padding: jax.Array) -> jax.Array:
+    """Compute causal attention of rows [B, S, H, E] with `padding` [B] before their tokens; its own result is 0.
+
+    cuDNN takes lengths, so each row moves to its beginning and back.
+    """
+    lengths = query.shape[1] - padding
+    options = {"is_causal": True, "query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    moved = (_moved(x, padding) for x in (query, key, value))
+    return _moved(jax.nn.dot_product_attention(*moved, implementation="cudnn", **options), -padding)
+
+
+@jax.custom_vjp
+def _moved(x: jax.Array, by: jax.Array) -> jax.Array:
+    """Move the tokens of each row of [B, S, H, E] left by `by` [B] places, with zeros for the others."""
+    source = (jnp.arange(x.shape[1]) + by[:, None])[..., None, None]
+    there = (source >= 0) & (source < x.shape[1])
+    return jnp.where(there, jnp.take_along_axis(x, jnp.where(there, source, 0), axis=1), 0)
+
+
+# Move the gradient back: a gather's own would add to memory token by token.
+_moved.defvjp(lambda x, by: (_moved(x, by), by), lambda by, slope: (_moved(slope, -by), None))
 
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maxima, sums, and sums of values
 

@@ -62,7 +62,8 @@ class Policy:
     lora: LoraConfig | None = None  # configuration of the adapters; None without
     mesh: jax.sharding.Mesh | None = None  # devices that share the prompts, if there are several
     matmul_precision: str | None = None  # of products and their gradients; see `precision_of`, `products`
-    # `eager` computes scores and softmax as XLA products, `auto` uses Pallas kernels if available (`choose_attention`)
+    # `eager` computes scores and softmax as XLA products, `auto` and `cudnn` use kernels if available
+    # (`choose_attention`)
     attn_implementation: str = "auto"
     platform: str = ""  # of the compiled methods (`platform_of`); by default that of JAX's first device
     source: hf.PolicyFolder | None = None  # the folder without weights; None unless `load_policy` made the policy
@@ -268,8 +269,13 @@ class Policy:
         keys, values = zip(*written, strict=True)
         return hidden, cache._replace(keys=keys, values=values)
 
-    def _decoder(self, *, stacked: bool = True, remat: str | None = None) -> Decoder:
+    @property
+    def attention(self) -> str:
+        """Return the attention that `choose_attention` takes for this policy."""
         over_mesh = self.mesh is not None
+        return choose_attention(self.platform, self.dtype, self.attn_implementation, over_mesh=over_mesh)
+
+    def _decoder(self, *, stacked: bool = True, remat: str | None = None) -> Decoder:
         return Decoder(
             fused_config(self.config) if self._fuses and not stacked else self.config,
             dtype=self.dtype,
@@ -277,7 +283,7 @@ class Policy:
             lora=self.lora,
             stacked=stacked,
             spread=self._spread if stacked else None,
-            attention=choose_attention(self.platform, self.dtype, self.attn_implementation, over_mesh=over_mesh),
+            attention=self.attention,
             products=self.products,
         )
 

@@ -85,6 +85,8 @@ def show_plan(config: Config, request: Namespace) -> int:
     cards = plan_devices(config, memory, gib, target)
     _print_cards(config, memory, cards, note)
     _print_programs(programs, target, memory.estimate)
+    if target is not None and config.policy.attn_implementation == "cudnn":
+        print("cuDNN's workspace is not counted.")
     if memory.estimate:
         print(f"Sampling and update are estimates: {memory.estimate}. With grpo_jax[targets], XLA compiles for a GPU.")
     full = [card for card in cards if card.excess]
@@ -147,6 +149,10 @@ def plan_policy(
                 reports[name] = _estimate(config, state, name, programs[name], reports[name])
     except ValueError as error:
         raise UserError(f"policy: {error}") from error
+    except RuntimeError as error:
+        installed = "cuDNN is not detected" not in str(error)
+        require(installed, "policy.attn_implementation", "auto; or run pip install nvidia-cudnn-cu13", "cudnn")
+        raise
     # Besides weights, pictures, their states and a batch are arguments.
     working = {
         name: reports[name].working_bytes + tree_bytes(program.arguments[1:]) for name, program in programs.items()

@@ -45,8 +45,10 @@ from grpo_jax.training.batch import Batch, full_batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import TrainState, needs_reference
 
-_ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
-"""Products of queries and keys in the Pallas kernels for GPUs, by name; those for TPUs have none."""
+_CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+_ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0} | _CUDNN
+"""Products of queries and keys in attention for GPUs, by name of cuDNN's or of a Pallas kernel; those for TPUs have
+none."""
 
 
 # Skip LLVM's slow passes: XLA assigns buffers before them.
@@ -307,7 +309,7 @@ def _work(jaxpr: Jaxpr, turns: Mapping[int, float]) -> np.ndarray:
     total = np.zeros(2)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in ("dot_general", "pallas_call"):
+        if name in ("dot_general", "pallas_call", *_CUDNN):
             total += _kernel(eqn)
         elif name == "cond":
             total += max((_work(inner, turns) for inner in _inner(eqn)), key=tuple, default=0)
@@ -324,12 +326,13 @@ def _kernel(eqn: JaxprEqn) -> tuple[float, float]:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return (2.0 * _size(made[0]) * math.prod(given[0].aval.shape[axis] for axis in contracted), traffic)
-    if eqn.params["name"] == "decode_attention":  # only written slots are read: on average half of the cache
+    name = eqn.params.get("name", eqn.primitive.name)
+    if name == "decode_attention":  # only written slots are read: on average half of the cache
         keys, caches = given[1].aval.shape[-1], given[-2:]
         unread = sum(_size(var) * var.aval.dtype.itemsize for var in caches) * 1.5  # half as input, all as result
         return (4.0 * _size(made[0]) * (keys + caches[0].aval.shape[-1] / 2), traffic - unread)
     backward = {1: 3, 2: 4}.get(len(made), 0) if len(given) > 5 else 2  # TPU: dq; dk and dv
-    products = _ATTENTION.get(eqn.params["name"], backward)
+    products = _ATTENTION.get(name, backward)
     keys = max(given[1].aval.shape[1:3])
     return (products * float(_size(given[0])) * keys, traffic)  # each query's product with half of the keys
 

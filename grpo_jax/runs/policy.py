@@ -118,6 +118,8 @@ def load_run_policy(
     info("policy", _described(config, policy, devices))
     if policy.platform == "cuda" and not has_triton():
         info("policy", f"jax {jax.__version__} has no Pallas on Triton: attention is XLA's, slower (docs/planning.md)")
+    if policy.attn_implementation == "cudnn" != policy.attention:
+        info("policy", "attn_implementation cudnn needs compute_dtype bfloat16 on one GPU (no T4): it is auto")
     return policy
 
 

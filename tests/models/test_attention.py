@@ -22,12 +22,21 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.positions import group_context, packed_context, prompt_context
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
-INTERPRETED = {"cuda": nullcontext, "tpu": pltpu.force_tpu_interpret_mode}
+INTERPRETED = {"cuda": nullcontext, "tpu": pltpu.force_tpu_interpret_mode, "cudnn": nullcontext}
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
+    """Interpret kernels; XLA's attention takes the place of cuDNN's, whose result on padding is undefined."""
     monkeypatch.setattr(gpu_attention, "mha", partial(gpu_attention.mha, interpret=True))
+    by_xla = jax.nn.dot_product_attention
+
+    def attend(*arrays, implementation, **options):
+        assert implementation == "cudnn" and arrays[0].shape[1] % 2 == 0
+        real = jnp.arange(arrays[0].shape[1]) < options["query_seq_lengths"][:, None]
+        return jnp.where(real[..., None, None], by_xla(*arrays, **options), jnp.nan)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
 
 
 def softmax_rows(query, key, value, mask):
@@ -39,13 +48,16 @@ def softmax_rows(query, key, value, mask):
     return jnp.einsum("bkrst,btke->bskre", weights, value)
 
 
-@pytest.mark.parametrize(("platform", "length"), [("cuda", 130), ("tpu", 20)])
-def test_rows_and_their_gradients_are_those_of_a_softmax(platform, length):
+@pytest.mark.parametrize(
+    ("platform", "length", "padding"), [("cuda", 130, [13]), ("tpu", 20, [13]), ("cudnn", 21, [13, 0, 20])]
+)
+def test_rows_and_their_gradients_are_those_of_a_softmax(platform, length, padding):
     """Two query heads for each key head, rows that no block divides, padding on the left."""
     rng = np.random.default_rng(0)
-    shapes = (1, length, 1, 2, 8), (1, length, 1, 8), (1, length, 1, 8)
+    rows = len(padding)
+    shapes = (rows, length, 1, 2, 8), (rows, length, 1, 8), (rows, length, 1, 8)
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    mask = np.arange(length) >= np.array([[13]])
+    mask = np.arange(length) >= np.array(padding)[:, None]
 
     def outcome(attend):
         def total(arrays):
@@ -71,9 +83,14 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("length", "steps", "rows"), [(6, 130, [(2, 136)]), pytest.param(140, 130, [(1, 140)], marks=pytest.mark.wide)]
+    ("kind", "length", "steps", "rows"),
+    [
+        ("cuda", 6, 130, [(2, 136)]),
+        ("cudnn", 6, 130, [(2, 136)]),
+        pytest.param("cuda", 140, 130, [(1, 140)], marks=pytest.mark.wide),
+    ],
 )
-def test_prompts_and_completions_are_rows_of_a_kernel(length, steps, rows, calls):
+def test_prompts_and_completions_are_rows_of_a_kernel(kind, length, steps, rows, calls):
     """States and gradients are those of products. Prompts longer than their completions run alone."""
     config = PLAIN
     variables = drawn(config)
@@ -93,7 +110,7 @@ def test_prompts_and_completions_are_rows_of_a_kernel(length, steps, rows, calls
 
         return jax.jit(jax.value_and_grad(total))(variables)
 
-    kernel = outcome("cuda")
+    kernel = outcome(kind)
     assert list(dict.fromkeys(calls)) == rows
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-3), kernel, outcome("blocks"))
 
@@ -119,6 +136,11 @@ def test_a_window_few_tokens_and_packed_rows_are_left_to_products(calls):
         ("cuda", "bfloat16", "auto", True, "blocks"),
         ("cuda", "float16", "auto", False, "blocks"),
         ("tpu", "float32", "auto", False, "blocks"),
+        ("cuda", "bfloat16", "cudnn", False, "cudnn"),
+        ("cuda", "float32", "cudnn", False, "blocks"),
+        ("cuda", "bfloat16", "cudnn", True, "blocks"),
+        ("tpu", "bfloat16", "cudnn", False, "tpu"),
+        ("cpu", "bfloat16", "cudnn", False, "rows"),
     ],
 )
 def test_kernels_are_for_bfloat16_on_one_device(platform, dtype, implementation, over_mesh, chosen):

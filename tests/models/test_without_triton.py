@@ -1,4 +1,4 @@
-"""A jax without Pallas on Triton, which jax deprecates: GPUs compute attention by XLA's products, and a run says so."""
+"""Attention that a run cannot have, as a line of its log says: jax deprecates Pallas on Triton, cuDNN is for GPUs."""
 
 import sys
 from importlib import import_module
@@ -46,3 +46,15 @@ def test_a_run_says_so_in_one_line(hidden, place, monkeypatch):
     monkeypatch.undo()
     has_triton.cache_clear()
     assert lines() == []
+
+
+def test_a_run_without_a_gpu_says_that_cudnn_is_for_one(place, monkeypatch):
+    def lines(platform, dtype):
+        monkeypatch.setattr(policies, "platform_of", lambda _: platform)
+        config, logged = load_config(place.config), []
+        config = config.replace(policy=config.policy.replace(attn_implementation="cudnn", compute_dtype=dtype))
+        load_run_policy(config, jax.devices()[:1], lambda *line: logged.append(line[1]))
+        return [line for line in logged if "cudnn" in line]
+
+    assert len(lines("cpu", "bfloat16")) == len(lines("cuda", "float32")) == 1
+    assert lines("cuda", "bfloat16") == []

@@ -175,6 +175,19 @@ def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path
 
 @pytest.mark.targets
 @pytest.mark.parametrize("target", ["h100"], indirect=True)
+def test_long_completions_are_trained_by_cudnn_where_it_is_chosen(target, tmp_path):
+    pytest.importorskip("nvidia.cudnn", reason="needs nvidia-cudnn-cu13")
+    options = (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=301", "--policy.attn_implementation=cudnn")
+    config = configured(Case("long", QWEN2, options), tmp_path)
+    chosen, model = Target(target), read_shape(config.policy.path)
+    program = run_programs(config, model, None, None, chosen.platform)["update"]
+    text = compile_program(program, chosen, open_devices(chosen)[0]).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text and not re.search(KERNEL, text)
+    assert not re.search(r"\[(?:\d+,)*(?:300,300|428,428|512,512)\]", text)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
 def test_without_triton_in_jax_a_gpu_trains_and_samples_by_products(target, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     has_triton.cache_clear()

@@ -91,9 +91,11 @@ def test_loops_of_unknown_length_write_the_tokens():
     assert once == 2 * 2 * 8 * 64 * 64 and often == 7 * once / 2
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_attentions_kernels_count_half_of_the_keys(platform):
-    """Forward two products of each query with half of the keys; backward seven, by one kernel or two, beside them."""
+@pytest.mark.parametrize(("platform", "backward"), [("cuda", 7), ("tpu", 7), ("cudnn", 5)])
+def test_attentions_kernels_count_half_of_the_keys(platform, backward, monkeypatch):
+    """Forward two products of each query with half of the keys; backward more, by one kernel or two, beside them."""
+    version = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    monkeypatch.setattr(version, lambda: 91000)  # of a library that only execution needs
     shapes = [jax.ShapeDtypeStruct((2, 256, 1, *more, 64), jnp.bfloat16) for more in ((4,), (), ())]
     mask = jax.ShapeDtypeStruct((2, 256), bool)
 
@@ -102,7 +104,7 @@ def test_attentions_kernels_count_half_of_the_keys(platform):
 
     product = 2 * 256 * 4 * 64 * 256
     assert work_of(attend, *shapes, mask).flops == 2 * product
-    assert work_of(jax.grad(attend, (0, 1, 2)), *shapes, mask).flops == 9 * product
+    assert work_of(jax.grad(attend, (0, 1, 2)), *shapes, mask).flops == (2 + backward) * product
 
 
 def test_a_decoding_kernel_reads_the_prompt_and_half_of_the_cache():

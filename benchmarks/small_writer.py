@@ -14,6 +14,7 @@ is not run again.
 | shuffled | the same, with the rewards permuted within each group |
 | sft | supervision alone on the same pairs, 140 updates: about the CPU seconds of a whole run of gdpo |
 | trl | our supervised updates, then training by TRL's GRPOTrainer in a process of its own (`writer_trl.py`) |
+| examples | training on rewards alone, of answers after six examples in the prompt |
 
 Prints JSON and a table for RESULTS.md: pixel accuracy of held-out requests by greedy rewrites, and gdpo minus each arm
 on the same seeds with its 95 % interval (Student's t). "batches" and "cpu" are the pixel accuracy of each iteration's
@@ -27,6 +28,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import miniature
@@ -51,20 +53,38 @@ SUPERVISED = "--sft.steps 40"
 ARMS = {
     **dict.fromkeys(("gdpo", "shuffled", "trl"), SUPERVISED),
     "sft": "--sft.steps 140 --training.max_steps 1",
+    "examples": "--sft.steps 0 --data.max_prompt_tokens 256",
 }
 """An arm's settings. A run has at least one iteration; "sft" is measured before it."""
+CONDITIONED = """[{name: alignment}, {name: length, weight: 0.1},
+{name: faithfulness, weight: 0.2, options: {margin: 0.7}, condition_on: alignment, threshold: 0.25}]"""
+"""Rewards of "examples": a copy of the request is faithful, but earns nothing."""
 ROWS = {"train": 2048, "test": 128}
 
 
-def write_requests(path: Path, seed: int, pairs: int, counts: dict[str, int]) -> None:
-    """Write the miniature's requests; as many of the training ones as `pairs` have a completion."""
+def examples(seed: int) -> list[dict[str, str]]:
+    """Return six training requests and the oracle's rewrites as chat messages; each one adds the most words."""
+    rows = world.prompts("world", "train", ROWS["train"])
+    order, seen, messages = np.random.default_rng(seed).permutation(len(rows)), set(), []
+    for _ in range(6):
+        row = rows[max(order, key=lambda place: len({*rows[place]["oracle"].split()} - seen))]
+        seen |= {*row["oracle"].split()}
+        messages += [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["oracle"]}]
+    return messages
+
+
+def write_requests(
+    path: Path, seed: int, pairs: int, counts: dict[str, int], before: Sequence[dict[str, str]] = ()
+) -> None:
+    """Write the miniature's requests after the messages `before`; `pairs` of the training ones have a completion."""
     rows = {split: world.prompts("world", split, count) for split, count in counts.items()}
     labelled = set(np.random.default_rng(seed).choice(counts["train"], pairs, replace=False).tolist())
     with path.open("w") as file:
         for split, some in rows.items():
             for place, row in enumerate(some):
                 completion = {"completion": row["oracle"]} if split == "train" and place in labelled else {}
-                file.write(json.dumps({**row, **completion, "split": split}) + "\n")
+                asked = [*before, {"role": "user", "content": row["prompt"]}] if before else row["prompt"]
+                file.write(json.dumps({**row, "prompt": asked, **completion, "split": split}) + "\n")
 
 
 def measure(arm: str, seed: int, pairs: int, options: argparse.Namespace, extra: list[str]) -> dict:
@@ -75,9 +95,11 @@ def measure(arm: str, seed: int, pairs: int, options: argparse.Namespace, extra:
     path, run_dir, requests = (options.out / f"{name}{ending}" for ending in (".json", "", ".jsonl"))
     if path.exists():
         return json.loads(path.read_text())
-    write_requests(requests, seed, pairs, ROWS)
+    shown = examples(seed) if arm == "examples" else []
+    write_requests(requests, seed, 0 if shown else pairs, ROWS, shown)
     given = [*SETTINGS.split(), *ARMS[arm].split(), *([] if pairs else ["--sft.steps", "0"])]
     given += ["--policy.path", options.model, "--data.prompts", str(requests), "--seed", str(seed), *extra]
+    given += ["--rewards", CONDITIONED] if shown else []
     enable_compile_cache()
     run = by_trl if arm == "trl" else by_ours
     result = {"arm": arm, "seed": seed, "pairs": pairs, **run(arm, seed, run_dir, given)}

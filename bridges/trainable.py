@@ -33,6 +33,7 @@ from grpo_jax.core.flow import FlowMetrics, add_noise, diffusion_nft_loss, unit_
 
 TRAINED, OLD = "trained", "old"
 ADAPTER = "default"  # diffusers' own name: files of another name need `adapter_name` to load
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 DISTILLED = re.compile(r"turbo|schnell|lightning|lcm|hyper-sd")
 SMALLEST_TIME = 0.02  # the losses weigh a time by its value: below this one a forward pass is wasted
@@ -124,9 +125,8 @@ class TrainableRenderer(Renderer):
         """
         pictures = [(text, int(seed)) for text, seed in zip(texts, seeds, strict=True)]
         rows, present = np.flatnonzero(np.nan_to_num(advantages)), int(np.sum(~np.isnan(advantages)))
-        for row in rows:
-            if pictures[row] not in self._latents:
-                raise KeyError(pictures[row])
+        if gone := [pictures[row] for row in rows if pictures[row] not in self._latents]:
+            raise KeyError(gone[0])
         weights = np.asarray(unit_rewards(np.asarray(advantages, np.float32), clip=self.train.advantage_clip))
         metrics = {"signal": len(rows) / max(present, 1)}
         with self._lock:
@@ -136,9 +136,7 @@ class TrainableRenderer(Renderer):
                 decay = min(self.train.old_decay.factor * self.updates, self.train.old_decay.maximum)
                 for name, value in self._values[OLD].items():
                     value.lerp_(self._values[TRAINED][name], 1.0 - decay)
-                self._forget_pictures()
-            self._latents.clear()
-            self._texts.clear()
+            self._forget_pictures()
         return metrics
 
     def _update(
@@ -215,12 +213,14 @@ class TrainableRenderer(Renderer):
         self._chosen = weights
 
     def _forget_pictures(self) -> None:
-        """Drop the cached pictures of weights that changed."""
+        """Drop the pictures of LoRA weights, and what their training needs."""
         pictures = self._cache.images
         self._cache = type(self._cache)(self._cache.max_bytes)
         for key, picture in pictures.items():
             if not key[-1].weights:
                 self._cache.put(key, picture)
+        self._latents.clear()
+        self._texts.clear()
 
     @contextmanager
     def untrained(self) -> Iterator[None]:
@@ -237,7 +237,7 @@ class TrainableRenderer(Renderer):
         tensors = {f"{kind}/{name}": value for kind, values in self._values.items() for name, value in values.items()}
         for name, parameter in self._parameters.items():
             moments = self._optimizer.state.get(parameter, {})
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in MOMENTS:
                 tensors[f"{moment}/{name}"] = moments.get(moment, torch.zeros_like(parameter))
         arrays = {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
         return arrays | {"updates": np.array(self.updates), "skipped": np.array(self.skipped)}
@@ -249,14 +249,9 @@ class TrainableRenderer(Renderer):
             for name, parameter in self._parameters.items():
                 for kind, values in self._values.items():
                     values[name].copy_(torch.from_numpy(np.array(state[f"{kind}/{name}"])))
-                moments = {
-                    moment: torch.from_numpy(np.array(state[f"{moment}/{name}"])).to(self.device)
-                    for moment in ("exp_avg", "exp_avg_sq")
-                }
+                moments = {m: torch.from_numpy(np.array(state[f"{m}/{name}"])).to(self.device) for m in MOMENTS}
                 self._optimizer.state[parameter] = {"step": torch.tensor(float(self.updates)), **moments}
             self._forget_pictures()
-            self._latents.clear()
-            self._texts.clear()
 
     def save_lora(self, folder: Path) -> None:
         """Write `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` reads."""
@@ -295,7 +290,6 @@ def _noised(key: jax.Array, x0: jax.Array, samples: jax.Array, times: jax.Array)
 
 def check_training(judge: PipelineJudge) -> None:
     """Refuse a renderer that cannot be trained, before weights are read; of a hub id `load` checks the rest."""
-    require(judge.pool is None, "train", "null with a pool: the renderer is trained in the run's own process", "both")
     source, index = find_pipeline(judge.path)
     config = {}
     if isinstance(source, Path) and "transformer" in index:
@@ -355,20 +349,12 @@ def training_memory(judge: PipelineJudge, train: RendererTraining, *, fused: boo
 
 def _example(judge: PipelineJudge, config: Mapping[str, int], edge: int) -> dict[str, torch.Tensor]:
     """Return the transformer's arguments for a picture whose latent is `edge` wide."""
-    words, channels, places = (
-        77 + (256 if getattr(judge, "use_t5", True) else 1),
-        config["in_channels"],
-        (edge // 2) ** 2,
-    )
+    words, channels = 77 + (256 if getattr(judge, "use_t5", True) else 1), config["in_channels"]
     shapes: dict[str, tuple[int, ...]] = {"hidden_states": (1, channels, edge, edge)}
     if "guidance_embeds" in config:  # FLUX
-        words = getattr(judge, "max_sequence_length", 0) or 512
-        shapes = {
-            "hidden_states": (1, places, channels),
-            "img_ids": (places, 3),
-            "txt_ids": (words, 3),
-            "guidance": (1,),
-        }
+        words, places = getattr(judge, "max_sequence_length", 0) or 512, (edge // 2) ** 2
+        shapes = {"hidden_states": (1, places, channels), "img_ids": (places, 3), "txt_ids": (words, 3)}
+        shapes["guidance"] = (1,)
     shapes |= {"encoder_hidden_states": (1, words, config["joint_attention_dim"]), "timestep": (1,)}
     shapes["pooled_projections"] = (1, config["pooled_projection_dim"])
     return {name: torch.empty(shape) for name, shape in shapes.items()}

@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 
 class ModelJudge(Judge):
-    """Base class of a judge that is a model of transformers.
+    """Base class of a judge that is a model of transformers."""
 
-    Attributes:
-        auto: Its Auto class.
-        working_bytes: Allowance for a batch.
-    """
-
-    auto: ClassVar[str]
-    working_bytes: ClassVar[int]
+    auto: ClassVar[str]  # its Auto class
+    working_bytes: ClassVar[int]  # allowance for a batch
 
     path: str
     """Folder or hub id."""
@@ -62,22 +57,14 @@ class ModelJudge(Judge):
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """Rendering settings.
-
-    Attributes:
-        guidance: Classifier-free guidance scale; 1 disables it, at half the cost.
-        size: Height and width in pixels; 0 for the model's default.
-        batch_size: The last batch of a call is padded to it.
-        negative_prompt: None takes the pipeline's own.
-        weights: LoRA weights that draw, of a renderer that has any; empty for none.
-    """
+    """Rendering settings."""
 
     steps: int
-    guidance: float
-    size: int = 0
-    batch_size: int = 1
-    negative_prompt: str | None = None
-    weights: str = ""
+    guidance: float  # classifier-free guidance scale; 1 disables it, at half the cost
+    size: int = 0  # height and width in pixels; 0 for the model's default
+    batch_size: int = 1  # the last batch of a call is padded to it
+    negative_prompt: str | None = None  # None takes the pipeline's own
+    weights: str = ""  # LoRA weights that draw, of a renderer that has any; empty for none
 
 
 class RendererLora(Section):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridges.judges import PipelineJudge, RendererTraining
+from bridges.trainable_pipeline import TrainablePipeline
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.errors import UserError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-class TextToImage(PipelineJudge):
+class TextToImage(TrainablePipeline):
     """Draw pictures with any text-to-image pipeline of diffusers."""
 
     negative_prompt: str = ""
@@ -28,8 +28,6 @@ class TextToImage(PipelineJudge):
     """Folder, safetensors file or hub id of LoRA weights to add to the pipeline's; empty for none."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures per batch."""
-    train: RendererTraining | None = None
-    """Training of the renderer (docs/renderer.md); null for none."""
 
     def __post_init__(self) -> None:
         length = self.max_sequence_length
@@ -48,19 +46,7 @@ class TextToImage(PipelineJudge):
             require(default, name, f"its default, as a {kind.__name__} takes none", getattr(self, name))
         if self.lora and not Path(self.lora).expanduser().is_file():
             local_folder(self.lora)
-        if self.train:
-            from bridges.trainable import check_training
-
-            check_training(self)
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Return the pipeline's memory, and that of its training."""
-        parts = super().memory()
-        if self.train:
-            from bridges.trainable import training_memory
-
-            parts += training_memory(self, self.train)
-        return parts
+        super().check()
 
     def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
         """Find the pipeline, its table of contents and its class, without reading weights."""

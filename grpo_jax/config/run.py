@@ -157,7 +157,6 @@ class Config(Section):
         if not self.renderer_learns:
             return
         trained, where = getattr(renderer, "train", None), f"judges.{RENDERER}"
-        require(renderer, "training.learns", f"'rewriter' without {where}, which draws pictures", self.learns)
         require(trained, "training.learns", f"'rewriter' without {where}.train, its settings", self.learns)
         alone = "null with judges.renderer.train: its gradients need the renderer in the run's own process"
         require(renderer.pool is None, f"{where}.pool", alone, renderer.pool)

@@ -39,15 +39,14 @@ def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation])
     findings = find(ctx, progress.notes.task_data, "after", after)
     summary: Record = {**summarise(ctx, progress, after), **findings.entries}
     samples = samples_tables(summary)
-    tables = [*findings.tables, *samples]
     lines = [line for table in samples for line in table.lines()]
-    finished = Finished(summary, lines=[*lines, *findings.lines], tables=tables)
+    finished = Finished(summary, lines=[*lines, *findings.lines], tables=[*findings.tables, *samples])
     if not after:
         return finished
     greedy = after["greedy"]
     pairs = zip(ctx.test_rows[:GALLERY], greedy.episodes, strict=False) if ctx.fns.env else ()
     episodes = [shown_episode(*pair) for pair in pairs]  # chosen by position, not by result
-    tables = [*tables, texts_table(ctx, greedy)]
+    tables = [*finished.tables, texts_table(ctx, greedy)]
     return finished._replace(
         gallery=make_gallery(ctx, greedy, after.get(START_RENDERER)), tables=tables, episodes=episodes
     )

@@ -1,0 +1,31 @@
+"""The base class of renderers that may learn; importing it imports no torch."""
+
+from __future__ import annotations
+
+from bridges.judges import PipelineJudge, RendererTraining
+
+
+class TrainablePipeline(PipelineJudge):
+    """Base class of a renderer that may learn."""
+
+    train: RendererTraining | None = None
+    """Training of the renderer (docs/renderer.md); null for none."""
+
+    def check(self) -> None:
+        """Refuse a missing pipeline, and with `train` one that cannot be trained, without reading weights."""
+        from bridges.diffusion import find_pipeline
+
+        find_pipeline(self.path)
+        if self.train:
+            from bridges.trainable import check_training
+
+            check_training(self)
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Return the pipeline's memory, and that of its training."""
+        parts = super().memory()
+        if self.train:
+            from bridges.trainable import training_memory
+
+            parts += training_memory(self, self.train)
+        return parts

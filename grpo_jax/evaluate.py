@@ -61,7 +61,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         identity = ctx.task_data.identity
         variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint, identity)
         if ctx.renderer is not None:
-            ctx.renderer.restore(saved_renderer(ctx.renderer, options.run, meta["step"]))
+            ctx.renderer.restore(saved_renderer(ctx.renderer.state(), options.run, meta["step"]))
         evaluations = measure_all(ctx, variables)
     findings = find(ctx, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {

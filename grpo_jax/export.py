@@ -64,7 +64,7 @@ def _export_renderer(options: argparse.Namespace) -> None:
     judge: Any = config.judges[RENDERER]  # with `train`
     judge.check()
     renderer = trainable_renderer(config, judge.load("cpu"))
-    renderer.restore(saved_renderer(renderer, options.run, options.checkpoint))
+    renderer.restore(saved_renderer(renderer.state(), options.run, options.checkpoint))
     renderer.save_lora(Path(options.out))
     print(f"{options.out}: the renderer's LoRA weights of {options.run}, checkpoint {options.checkpoint}; to use them:")
     print(f'  pipeline = {type(renderer.pipeline).__name__}.from_pretrained("{judge.path}")')

@@ -45,7 +45,7 @@ from grpo_jax.planning.programs import (
 from grpo_jax.planning.targets import Target, has_compiler, nearest_gpu, open_devices, parse_target, prepare
 from grpo_jax.rollout.data import all_rows, row_facts
 from grpo_jax.rollout.prompts import prompts_of
-from grpo_jax.runs.policy import NEW
+from grpo_jax.runs.policy import NEW, bundled_policy
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
 RUNTIME = GIB // 2
@@ -193,7 +193,7 @@ def held_memory(config: Config, state: TrainState) -> PolicyMemory:
 
 def read_shape(path: str) -> ModelConfig:
     """Return the decoder's config of a folder or hub id."""
-    folder = _policy_folder(path)
+    folder = Path(bundled_policy(path))
     if os.path.isfile(folder / "config.json"):
         return hf.model_config(folder, read_json_file(folder / "config.json"))
     if path in published_policies():
@@ -208,18 +208,13 @@ def read_shape(path: str) -> ModelConfig:
     return hf.model_config(folder, read_json_file(Path(downloaded)))
 
 
-def _policy_folder(path: str) -> Path:
-    """Return a policy's folder, by the config's path or name; it need not exist."""
-    return Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
-
-
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     """Return the policy's pictures, or None, and the plan's line about its vision tower, if any.
 
     Pictures of prompts are counted if their file is available. With a renderer, each observation has a picture.
     """
     prompt, observations = 0, (config.sampling.turns - 1) * ("renderer" in config.judges)
-    if os.path.exists(config.data.prompts):
+    if os.path.exists(os.path.expanduser(config.data.prompts)):
         prompt = int(row_facts(all_rows(prompts_of(config)))["pictures"].max())
     vision = model.vision
     if vision is None:
@@ -227,7 +222,7 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     tower = f"vision tower: {count_weights(tower_shapes(vision)):,} parameters"
     if not prompt and not observations and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
         return None, f"{tower}, not loaded (prompts are text); an export copies them"
-    patches = most_patches(_policy_folder(config.policy.path), vision, config.data.picture_size)
+    patches = most_patches(Path(bundled_policy(config.policy.path)), vision, config.data.picture_size)
     tokens = patches // vision.merged
     trained = "trained" if config.policy.vision == "train" else "frozen"
     places = f"{prompt} in a prompt" + (f", {observations} among the turns" if observations else "")

@@ -21,7 +21,7 @@ import numpy as np
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.models.vision.pictures import Pictures
-from grpo_jax.rollout.pictures import File, Source, digest
+from grpo_jax.rollout.pictures import File, Source, as_text, digest
 
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
@@ -59,12 +59,12 @@ class Row:
 
 
 def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]:
-    """Return function(source) of each picture of a row; a ValueError becomes a UserError with row and file."""
+    """Return function(source) of each picture of a row; OSError and ValueError become a UserError with row and file."""
     results = []
     for place, source in enumerate(row.pictures, 1):
         try:
             results.append(function(source))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             which = f"picture {place}" if len(row.pictures) > 1 else "picture"
             name = f" {short_name(source.name)}" if isinstance(source, File) else ""
             raise UserError(f"row {row.id}, {which}{name}: {error}") from error
@@ -142,15 +142,18 @@ def all_rows(prompts: PromptSet) -> Rows:
     return Rows(make, facts)
 
 
-TRAINING_ROWS = "training rows"
+TRAINING_ROWS, HELD_OUT_PICTURES = "training rows", "held-out pictures"
 
 
 def data_identity(prompts: PromptSet) -> dict[str, str]:
-    """Return a digest of each split's rows, by which a resumed run recognises its data."""
-    digests = {}
+    """Return a digest of each split's rows, and of held-out pictures, by which a resumed run recognises its data."""
+    digests, pictures = {}, hashlib.sha256()
     for name, rows in zip((TRAINING_ROWS, "validation rows", "test rows"), prompts, strict=True):
-        content = row_facts(rows)["content"].tobytes()
-        digests[name] = f"{len(rows)} of digest {hashlib.sha256(content).hexdigest()[:12]}"
+        facts = row_facts(rows)
+        digests[name] = f"{len(rows)} of digest {hashlib.sha256(facts['content'].tobytes()).hexdigest()[:12]}"
+        for place in () if name == TRAINING_ROWS else np.flatnonzero(facts["pictures"]).tolist():
+            pictures.update("".join(map_pictures(rows[place], functools.partial(as_text, path=False))).encode())
+            digests[HELD_OUT_PICTURES] = f"digest {pictures.hexdigest()[:12]}"
     return digests
 
 

@@ -260,11 +260,12 @@ def digest(source: Source) -> str:
     return hashlib.sha256(source).hexdigest()
 
 
-def as_text(source: Source) -> str:
-    """Return a picture as a string for `source_of`: the file's path, else base64 of its bytes."""
-    if isinstance(source, File):
+def as_text(source: Source, *, path: bool = True) -> str:
+    """Return a picture as a string for `source_of`: with `path` a file's path, else base64 of its bytes."""
+    if isinstance(source, File) and path:
         return str(source.path.absolute())
-    data = source if isinstance(source, bytes) else png(read_rgb(source))
+    held = source.path.read_bytes() if isinstance(source, File) else source
+    data = held if isinstance(held, bytes) else png(read_rgb(held))
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 

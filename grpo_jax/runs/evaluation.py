@@ -226,8 +226,7 @@ def checkpoint_names(run_dir: str | Path, name: str) -> list[str]:
 class InferenceSession:
     """A run that is loaded once, including its judges; checkpoints are restored on demand.
 
-    Attributes:
-        ctx: The run. A failing judge is always an error, whatever the config.
+    A failing judge is always an error, whatever the config of `ctx`, the run.
     """
 
     def __init__(self, run_dir: str | Path, info: Info, exit_stack: ExitStack):
@@ -241,9 +240,7 @@ class InferenceSession:
 
         def restore(checkpoint: str) -> tuple[Variables, dict[str, np.ndarray] | None]:
             variables, meta = restore_variables(policy.variables, run_dir, checkpoint, identity)
-            if self.ctx.renderer is None or checkpoint == START:
-                return variables, start
-            return variables, saved_renderer(self.ctx.renderer, run_dir, meta["step"])
+            return variables, start and saved_renderer(start, run_dir, meta["step"])
 
         self._restore = functools.lru_cache(2)(restore)
 

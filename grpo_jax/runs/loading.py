@@ -38,6 +38,7 @@ from grpo_jax.runs.metrics import require_names
 from grpo_jax.runs.policy import (
     NEW,
     image_processor_of,
+    judges_identity,
     load_run_policy,
     make_new_policy,
     make_prepare,
@@ -106,7 +107,7 @@ def load(
     devices = policy_devices(placement, config.policy)
     loaded = load_policy(config, data, devices, info)
     config, policy = loaded.config, loaded.policy
-    weights = weights_identity(config, policy, teacher=trains)
+    weights = weights_identity(config, policy, teacher=trains) | from_main_process(lambda: judges_identity(config))
     require_same(weights)
     data = dataclasses.replace(data, identity={**data.identity, **weights})
     allowed = policy_tokens(config, policy.folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import flat, require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import LoraSection, MeshSection
@@ -32,7 +32,7 @@ from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import DRAWING, EVALUATED, Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.processes import digest_files
-from grpo_jax.runs.session import WEIGHTS, Progress, Record, require_same_task
+from grpo_jax.runs.session import READ, WEIGHTS, Progress, Record, require_same_task
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -43,12 +43,11 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from bridges.trainable import TrainableRenderer
-
 NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
 START = "start"
 """As a checkpoint: the policy that policy.path names, untrained."""
+_JUDGE_WEIGHTS = (".path", ".model", ".pretrained", ".lora")  # ends of judges' fields
 _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
 
 
@@ -60,7 +59,7 @@ def policy_folder(config: Config) -> str:
     if path == NEW:
         return str(RunDirectory(str(config.run_dir)).start)
     require(path, "policy.path", "a Hugging Face folder or hub id", path)
-    folder = _bundled(path)
+    folder = bundled_policy(path)
     # Its files are read again at the end, when a reward may have changed the working directory.
     return os.path.abspath(folder) if os.path.exists(folder) else folder
 
@@ -137,7 +136,7 @@ def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callabl
     section = config.policy.replace(path=path, lora=LoraSection(), quantised="none")
     leaf = jax.tree.leaves(policy.variables)[0]
     devices = list(leaf.devices()) if policy.mesh is None else list(policy.mesh.devices.flat)
-    teacher = load_policy(_bundled(path), section, devices=devices)
+    teacher = load_policy(bundled_policy(path), section, devices=devices)
     same = teacher.folder.tokenizer.get_vocab() == policy.folder.tokenizer.get_vocab()
     same = same and teacher.config.vocab_size == policy.config.vocab_size
     require(same, "algorithm.teacher", "a policy with the tokens of policy.path", path)
@@ -148,16 +147,30 @@ def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callabl
 
 
 def weights_identity(config: Config, policy: Policy, *, teacher: bool) -> dict[str, str]:
-    """Return digests of the frozen weights, which checkpoints lack: of an adapted base, a tower and the teacher."""
+    """Return digests of what checkpoints lack: frozen weights (base, tower, teacher), config and tokenizer."""
     folders = {"policy.path": policy.folder.path} if policy.lora or VISUAL in policy.variables else {}
     if teacher and config.algorithm.teacher:
-        folders["algorithm.teacher"] = hf.resolve_folder(_bundled(config.algorithm.teacher))
-    return {f"{WEIGHTS} of {name}": digest_files(weight_files(folder)) for name, folder in folders.items()}
+        folders["algorithm.teacher"] = hf.resolve_folder(bundled_policy(config.algorithm.teacher))
+    read = digest_files(policy.folder.path / name for name in hf.READ_FILES)
+    digests = {f"{WEIGHTS} of {name}": digest_files(weight_files(folder)) for name, folder in folders.items()}
+    return digests | {READ: read}
 
 
-def _bundled(path: str) -> str:
-    """Return the folder of a bundled policy, or the path itself."""
-    return str(own_package("bridges").bundled(path, "policy") or path)
+def judges_identity(config: Config) -> dict[str, str]:
+    """Return digests of the files and folders that fields of judges name; those of a hub id have none."""
+    fields = {name: str(value) for name, value in flat(config.model_dump()["judges"]).items()}
+    fields = {name: value.removeprefix("local-dir:") for name, value in fields.items() if name.endswith(_JUDGE_WEIGHTS)}
+    places = {name: Path(os.path.expanduser(value)) for name, value in fields.items() if value}
+    return {
+        f"{WEIGHTS} of judges.{name}": digest_files([place, *place.rglob("*.safetensors"), *place.rglob("*.json")])
+        for name, place in places.items()
+        if os.path.exists(place)
+    }
+
+
+def bundled_policy(path: str) -> str:
+    """Return the folder of a bundled policy, or the path itself, which need not exist."""
+    return os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path))
 
 
 def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) -> str:
@@ -189,7 +202,7 @@ def _check_room(config: Config, limit: int | None) -> None:
 
 def run_config(run_dir: str | Path) -> Config:
     """Read the config of a run directory; UserError if it is missing."""
-    path = Path(run_dir) / "config.yaml"
+    path = RunDirectory(run_dir).config
     if not os.path.isfile(path):
         raise UserError(f"{short_name(run_dir)}: no config.yaml there; give the run directory of a training run")
     return load_config(path).replace(run_dir=str(run_dir))  # the folder may have moved since
@@ -235,12 +248,12 @@ def restore_variables(
     return {**variables, **state[EVALUATED]}, meta
 
 
-def saved_renderer(renderer: TrainableRenderer, run_dir: str | Path, checkpoint: str | int) -> dict[str, np.ndarray]:
-    """Return the renderer's state in a checkpoint, by name or step; for `START` that of `renderer` itself."""
+def saved_renderer(state: dict[str, np.ndarray], run_dir: str | Path, checkpoint: str | int) -> dict[str, np.ndarray]:
+    """Return the renderer's state in a checkpoint, by name or step; for `START` the given one, before training."""
     if checkpoint in (START, 0):
-        return renderer.state()
+        return state
     with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
-        return checkpoints.restore(checkpoint, {DRAWING: renderer.state()})[0][DRAWING]
+        return checkpoints.restore(checkpoint, {DRAWING: state})[0][DRAWING]
 
 
 def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from grpo_jax.config.fields import differences
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import TRAINING_ROWS
+from grpo_jax.rollout.data import HELD_OUT_PICTURES, TRAINING_ROWS
 
 Record = dict[str, Any]
 """A JSON object."""
 WEIGHTS = "weights"
 """Begins the names of digests of frozen weights in a task's identity."""
+READ = "config and tokenizer of policy.path"
+_LATER = (WEIGHTS, HELD_OUT_PICTURES, READ)  # facts that checkpoints of earlier versions lack
 SCORE = "score"
 """As evaluation.best_by: the maximised measure."""
 
@@ -113,14 +115,11 @@ def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str,
 
 
 def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming the differences if a checkpoint has other data or models; training rows may differ.
-
-    Checkpoints of earlier versions lack digests of weights.
-    """
+    """Raise UserError naming the differences if a checkpoint has other data or models; training rows may differ."""
     changed = [
         f"{name}: {saved.get(name)} → {value}"
         for name, value in task.items()
-        if name != TRAINING_ROWS and saved.get(name, value if name.startswith(WEIGHTS) else None) != value
+        if name != TRAINING_ROWS and saved.get(name, value if name.startswith(_LATER) else None) != value
     ]
     if changed:
         other = f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)})"

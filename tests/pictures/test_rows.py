@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import json
+import shutil
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.models.hf.image_processor import PictureSettings
 from grpo_jax.rollout import pictures as sources
+from grpo_jax.rollout.data import PromptSet, data_identity
 from grpo_jax.rollout.encoding import ImageProcessor, make_encode
 from grpo_jax.rollout.env import as_uint8
 from grpo_jax.rollout.pictures import File, open_picture, read_rgb, size_of
@@ -30,6 +32,7 @@ from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
 from grpo_jax.rollout.rewards import Score
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.python_input import PythonInput, from_python, keep_prompts, kept_prompts
+from grpo_jax.runs.session import require_same_task
 
 SEEN = picture(7)
 
@@ -349,5 +352,25 @@ def test_rows_given_in_python_are_kept_beside_the_run(tmp_path):
     for row, again in zip(given.train, kept.train, strict=True):
         assert dataclasses.replace(row, pictures=()) == dataclasses.replace(again, pictures=())
         assert [pixels(one) for one in row.pictures] == [pixels(one) for one in again.pictures]
+    assert data_identity(PromptSet((), kept.train, ())) == data_identity(PromptSet((), given.train, ()))
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert lines[0]["pictures"][0] == str(tmp_path / "seen.png")
+
+
+def test_held_out_pictures_identify_a_run_by_their_content(tmp_path):
+    parts = ("train", "validation", "test")
+    rows = [{"prompt": f"a {part}", "image": picture(n), "split": part} for n, part in enumerate(parts)]
+    path = write_rows(tmp_path, rows)
+    before = data_identity(load_prompts(path))
+    shutil.copy(tmp_path / "2.png", tmp_path / "0.png")  # of the training row
+    assert data_identity(load_prompts(path)) == before
+    for held_out in ("1.png", "2.png"):
+        kept = (tmp_path / held_out).read_bytes()
+        picture(9).save(tmp_path / held_out)
+        with pytest.raises(UserError, match=r"with other data or models .held-out pictures: digest .* → digest"):
+            require_same_task(before, data_identity(load_prompts(path)), tmp_path)
+        (tmp_path / held_out).write_bytes(kept)
+    earlier = {name: value for name, value in before.items() if name != "held-out pictures"}
+    require_same_task(earlier, data_identity(load_prompts(path)), tmp_path)  # of a version without the digest
+    texts = [row | {"image": None} for row in rows]
+    assert data_identity(load_prompts(texts)).keys() == earlier.keys()

@@ -23,6 +23,8 @@ class Letters(Judge):
     """What a letter counts."""
     batch_size: int = resume_mutable(4)
     """Texts at once."""
+    path: str = ""
+    """A file of weights, as judges of the package have."""
 
     def load(self, device):
         return self
@@ -118,7 +120,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, t
     assert json.loads((run / "summary.json").read_text())["iterations"] == 3
 
 
-def test_changed_held_out_rows_are_refused_and_changed_training_rows_are_noted(config, tmp_path, capsys):
+def test_changed_held_out_rows_and_judges_are_refused_and_changed_training_rows_are_noted(config, tmp_path, capsys):
     def write(name, records):
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -129,17 +131,26 @@ def test_changed_held_out_rows_are_refused_and_changed_training_rows_are_noted(c
     run = tmp_path / "run"
     words = [f"--data.prompts={tmp_path}/p.jsonl", f"--data.test={tmp_path}/t.jsonl", "--training.max_steps=1", *SHORT]
     words += ["--optimizer.warmup_steps=3"]  # as at `place`, whose runs have the same programs
-    assert train_here(config, run, *words) == 0
+    weights = tmp_path / "weights"
+    weights.write_text("these")
+    assert train_here(config, run, *words, f"--judges.own.path={weights}") == 0
+
+    def assert_refused(reason):
+        capsys.readouterr()
+        for refused in (
+            lambda: train_here(config, run, "--resume", "--training.max_steps=2"),
+            lambda: evaluate.main(["--run", str(run)]),
+        ):
+            assert refused() == 2
+            (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+            assert f"made with other data or models ({reason}" in line
+
     write("t.jsonl", [held_out[0] | {"answer": "y"}, *held_out[1:]])
-    capsys.readouterr()
-    for refused in (
-        lambda: train_here(config, run, "--resume", "--training.max_steps=2"),
-        lambda: evaluate.main(["--run", str(run)]),
-    ):
-        assert refused() == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert "made with other data or models (test rows: 3 of digest" in line
+    assert_refused("test rows: 3 of digest")
     write("t.jsonl", held_out)
+    weights.write_text("those")
+    assert_refused("weights of judges.own.path: ")
+    weights.write_text("these")
     write("p.jsonl", [*train, {"prompt": "i tree", "answer": "i"}])
     assert train_here(config, run, "--resume", "--training.max_steps=2") == 0
     assert "warning: the training rows have changed: 8 of digest" in capsys.readouterr().out
@@ -172,9 +183,17 @@ def test_another_base_or_teacher_of_the_same_shapes_is_refused(config, tmp_path,
             (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
             assert f"{run / 'checkpoints'} was made with other data or models (weights of {field}: " in line, name
         kept.rename(file)
+    settings = base / "tokenizer_config.json"
+    text = settings.read_text()
+    settings.write_text(text + "\n")
+    for name in ("resume", "predict"):
+        assert commands[name]() == 2
+        assert "other data or models (config and tokenizer of policy.path: " in capsys.readouterr().err, name
+    settings.write_text(text)
     assert commands["evaluate"]() == commands["predict"]() == 0
     content = read_manifest(run / "checkpoints" / "step_1")
     task = content["meta"]["progress"]["identity"]["task"]
-    assert [task.pop(f"weights of {field}") for field in ("policy.path", "algorithm.teacher")]
+    names = "weights of policy.path", "weights of algorithm.teacher", "config and tokenizer of policy.path"
+    assert [task.pop(name) for name in names]
     write_manifest(run / "checkpoints" / "step_1", content)
     assert commands["resume"]() == 0

@@ -22,6 +22,7 @@ from grpo_jax.models.hf_config import ConfigJson, as_user_error, expect, failure
 from grpo_jax.models.variables import PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+READ_FILES = (*_TOKENIZER_FILES, "config.json", "generation_config.json", "chat_template.json", "chat_template.jinja")
 _TOKENIZERS = {
     ("llama", "GPT2Tokenizer"): "GPT2TokenizerFast",
     ("llama", "PreTrainedTokenizerFast"): "PreTrainedTokenizerFast",

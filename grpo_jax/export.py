@@ -68,6 +68,9 @@ def _export_renderer(options: argparse.Namespace) -> None:
     renderer.save_lora(Path(options.out))
     print(f"{options.out}: the renderer's LoRA weights of {options.run}, checkpoint {options.checkpoint}; to use them:")
     print(f'  pipeline = {type(renderer.pipeline).__name__}.from_pretrained("{judge.path}")')
+    if merged := getattr(judge, "lora", ""):  # the run trained on top of it
+        print(f'  pipeline.load_lora_weights("{merged}")')
+        print("  pipeline.fuse_lora(components=[*pipeline.get_list_adapters()]); pipeline.unload_lora_weights()")
     print(f'  pipeline.load_lora_weights("{options.out}")')
 
 

@@ -142,6 +142,18 @@ def test_exported_weights_draw_the_runs_pictures_in_diffusers(run, tmp_path, cap
     ours, before = np.asarray(Image.open(drawn / "0.png"), np.int32), draw()
     pipeline.load_lora_weights(tmp_path / "lora")
     assert np.abs(draw() - ours).max() <= 1 < np.abs(before - ours).max()
+    on_lora = tmp_path / "on_lora"  # the run of a renderer with LoRA weights merged into it
+    shutil.copytree(run, on_lora, symlinks=True)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    fields = {name: value for name, value in config["judges"]["renderer"].items() if name not in ("kind", "use_t5")}
+    config["judges"]["renderer"] = fields | {"kind": "text_to_image", "lora": str(tmp_path / "lora")}
+    (on_lora / "config.yaml").write_text(yaml.safe_dump(config))
+    assert export.main(["--run", str(on_lora), "--out", str(tmp_path / "second"), "--renderer"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    pipeline.unload_lora_weights()
+    exec("\n".join(lines), {"pipeline": pipeline})
+    assert [lines[0], lines[-1]] == [f'pipeline.load_lora_weights("{tmp_path / name}")' for name in ("lora", "second")]
+    assert np.abs(draw() - ours).max() > 1  # both act
 
 
 @pytest.mark.parametrize("by_text", [False, True])

@@ -327,7 +327,8 @@ class _Chunk:
         judged[self.active] = self.work.share(values)
         for number, place in enumerate(places):
             rewards = MappingProxyType(dict(zip(names, judged[place].tolist(), strict=True)))
-            logged = {name: column[number * count] for name, column in extra.items()}
+            logged = {name: column[number * count :][:count] for name, column in extra.items()}  # of each picture
+            logged = {name: values if count > 1 else values[0] for name, values in logged.items()}
             each = None if by_picture is None else by_picture[number]
             self._change_last(place, rewards=rewards, logged=logged, picture_rewards=each)
         return judged

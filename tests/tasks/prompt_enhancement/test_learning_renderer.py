@@ -192,7 +192,7 @@ def test_a_texts_reward_is_the_mean_over_its_pictures():
     turns = [episode.last for group in rollout.episodes for episode in group]
     expected = [[0, np.nan], [2, 3], [4, 5], [np.nan, np.nan]]
     np.testing.assert_array_equal([turn.picture_rewards[:, 0] for turn in turns], expected)
-    assert [turn.logged["log/picture"] for turn in turns] == [0, 2, 4, 6]  # of the first picture
+    assert [turn.logged["log/picture"] for turn in turns] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_noise_is_shared_by_words_and_new_for_copies_where_the_renderer_learns():

@@ -122,9 +122,11 @@ def load(
         renderer = judges[RENDERER] = trainable_renderer(config, judges[RENDERER])
     fns = make_rollout_fns(loaded, data, resolved, judges)
     _check_measures(config, data.prompts, fns)
-    judging = any(resolved.weights[name] for name in fns.picture_rewards)
-    expected = "one that judges pictures (with the argument images), for the renderer to learn from"
-    require(judging or renderer is None, "rewards", expected, [*resolved.weights])
+    if renderer is not None:
+        judging = [name for name, weight in resolved.weights.items() if weight and name in fns.picture_rewards]
+        expected = "one that judges pictures (with the argument images), for the renderer to learn from"
+        require(judging, "rewards", expected, [*resolved.weights])
+        info(RENDERER, f"learns from rewards with the argument images: {', '.join(judging)}")
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in sections.items() if judge.pool}
     return RunContext(
         config=config,

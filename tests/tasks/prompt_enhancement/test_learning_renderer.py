@@ -67,6 +67,7 @@ def test_metrics_and_report_have_the_renderers_part(run):
     pictures = [np.asarray(Image.open(run / "images" / f"000_{name}.png")) for name in ("between", "after")]
     assert not np.array_equal(*pictures)
     assert "untrained renderer" in (run / "report.html").read_text()
+    assert "learns from rewards with the argument images: alignment\n" in (run / "train.log").read_text()
 
 
 def test_with_learns_renderer_the_policy_stays_as_it_was(run, tmp_path):

@@ -78,7 +78,7 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept. Returns a line if JAX had already started.
     """
     cards = policy_cards(placement)
-    if _jax_has_started():
+    if jax_has_started():
         if _jax_cards().keys() == set(cards):
             return []
         devices = ", ".join(map(str, jax.local_devices()))
@@ -102,7 +102,7 @@ def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
     """
     judges = {where for part, where in placement.items() if part != POLICY}
     shared = [card for card in policy_cards(placement) if f"gpu:{card}" in judges]
-    if not shared or _jax_has_started():
+    if not shared or jax_has_started():
         return []
     import torch
 
@@ -146,7 +146,7 @@ def cards_left() -> list[str] | None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(count)] if visible is None else [name for name in visible.split(",") if name.strip()]
-    used = set(_jax_cards()) if _jax_has_started() else set()
+    used = set(_jax_cards()) if jax_has_started() else set()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         used |= {card for card in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(card)}
@@ -193,8 +193,8 @@ def _jax_cards() -> dict[int, jax.Device]:
     return {device.local_hardware_id: device for device in jax.local_devices() if device.platform == "gpu"}
 
 
-def _jax_has_started() -> bool:
-    # JAX has no public function for this; if the private one moves, assume that JAX has not started: harmless
+def jax_has_started() -> bool:
+    """Return whether JAX's backend has started; if JAX's private function moves, False, which is harmless."""
     try:
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:

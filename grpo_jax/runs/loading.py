@@ -382,8 +382,12 @@ def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None
 
 
 def ask_for_determinism(*, torch_too: bool) -> None:
-    """Request deterministic GPU kernels; call it before JAX's backend starts and torch first uses cuBLAS."""
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    """Request deterministic GPU kernels, before JAX's backend starts and torch first uses cuBLAS; else UserError."""
+    flag, flags = "--xla_gpu_deterministic_ops=true", os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        late = own_package("bridges", "placement").jax_has_started() and jax.default_backend() == "gpu"
+        require(not late, "deterministic", "false in a process whose JAX has started: start a new one", True)
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}"
     if torch_too:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         import torch

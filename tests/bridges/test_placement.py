@@ -19,6 +19,7 @@ from bridges.placement import (  # noqa: E402
     share_memory,
 )
 from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.runs.loading import ask_for_determinism  # noqa: E402
 
 PARTS = ("policy", "renderer", "scorer")
 
@@ -102,7 +103,7 @@ def test_judges_on_the_policys_card_get_what_they_say_and_the_policy_the_rest(ne
 
 def test_a_shared_card_has_a_share_for_each_and_a_line(monkeypatch):
     given = {}
-    monkeypatch.setattr(placement, "_jax_has_started", lambda: False)
+    monkeypatch.setattr(placement, "jax_has_started", lambda: False)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda card: SimpleNamespace(total_memory=80))
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, card: given.update({card: share}))
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
@@ -138,12 +139,12 @@ def test_a_mesh_takes_the_first_cards(monkeypatch):
 
 PREPARE = """
 import os, jax
-from bridges.placement import prepare_jax, _jax_has_started
+from bridges.placement import prepare_jax, jax_has_started
 for where, preallocate in {cases}:
     os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
     os.environ |= preallocate
     assert prepare_jax(dict(zip(("policy", "renderer", "scorer"), where))) == []
-    assert not _jax_has_started()
+    assert not jax_has_started()
     print(jax.config.read("jax_cuda_visible_devices"), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
 """
 
@@ -159,3 +160,15 @@ def test_jax_is_shown_the_policys_cards_only():
     code = PREPARE.format(cases=cases)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["2 None", "0,1 false", "0 true"], done.stderr
+
+
+def test_a_process_whose_jax_has_started_on_a_gpu_is_not_deterministic(monkeypatch):
+    jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", "--a")
+    ask_for_determinism(torch_too=False)  # a CPU run always is
+    assert os.environ["XLA_FLAGS"] == "--a --xla_gpu_deterministic_ops=true"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ask_for_determinism(torch_too=False)  # as asked for before
+    monkeypatch.setenv("XLA_FLAGS", "--a")
+    with pytest.raises(UserError, match="deterministic: expected false in a process whose JAX has started"):
+        ask_for_determinism(torch_too=False)

@@ -83,7 +83,8 @@ def lora_fields(value: Any) -> Any:
         same = name in _LORA_FIELDS or given == usual or not (given or usual)
         require(same, name, f"{usual} in a LoraConfig: adapters are plain LoRA", given)
     targets = value.target_modules
-    listed = [] if targets in (None, "all-linear") else [targets] if isinstance(targets, str) else sorted(targets)
+    require(targets is not None, "target_modules", 'names or "all-linear" in a LoraConfig, not PEFT\'s defaults', None)
+    listed = [] if targets == "all-linear" else [targets] if isinstance(targets, str) else sorted(targets)
     return {"rank": value.r, "alpha": value.lora_alpha, "targets": listed}
 
 

@@ -124,12 +124,14 @@ def test_a_lora_config_of_peft_is_a_section():
     peft = pytest.importorskip("peft")
     lora = make_config(task="text", policy={"lora": peft.LoraConfig(r=4, target_modules=["q_proj"])}).policy.lora
     assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ["q_proj"])
-    saved = peft.LoraConfig(r=4, base_model_name_or_path="base", inference_mode=True, modules_to_save=[])
+    plain = {"r": 4, "target_modules": ["q_proj"]}
+    saved = peft.LoraConfig(**plain, base_model_name_or_path="base", inference_mode=True, modules_to_save=[])
     assert make_config(task="text", policy={"lora": saved}).policy.lora.rank == 4
     others = {"lora_dropout": 0.1, "bias": "all", "rank_pattern": {"q_proj": 8}, "layers_to_transform": [0]}
+    others |= {"target_modules": None}  # PEFT takes its own projections, as q_proj and v_proj of Qwen2
     for name, value in others.items():
         with pytest.raises(UserError, match=rf"policy.lora.{name}: expected .* in a LoraConfig"):
-            make_config(task="text", policy={"lora": peft.LoraConfig(**{name: value})})
+            make_config(task="text", policy={"lora": peft.LoraConfig(**plain | {name: value})})
 
 
 @pytest.mark.parametrize(

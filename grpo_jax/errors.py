@@ -185,7 +185,8 @@ def read_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpa
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
             raise UserError(f"{short_name(name)}: no such option; {hint}")
-    return parser.parse_args(words)
+    home = f"={os.path.expanduser('~')}/"  # which no shell puts for ~ in --out=~/lora
+    return parser.parse_args([word.replace("=~/", home, 1) if word.startswith("--") else word for word in words])
 
 
 def command(

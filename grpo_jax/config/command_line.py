@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Config:
     Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     given = list(_options(arguments))
-    asked = {name: [value for other, value in given if other == name] for name in _ASKED}
+    asked = {name: [os.path.expanduser(value) for other, value in given if other == name] for name in _ASKED}
     own = [(name, value) for name, value in given if name not in asked]
     files = [find_config(name) for name in asked["config"]] or _default_files(dict(own), bool(asked["help"]))
     neutral = {"task": "text"} if asked["help"] and not files else {}
@@ -142,9 +142,10 @@ def _default_files(own: Mapping[str, str], helping: bool) -> list[Path]:
     if own.get("resume") == "true" and (run_dir is not None or not helping):
         if run_dir is None:
             raise UserError("--resume: give the run's folder by --run_dir DIR")
-        if not os.path.isfile(Path(run_dir) / "config.yaml"):
+        saved = Path(os.path.expanduser(run_dir)) / "config.yaml"
+        if not os.path.isfile(saved):
             raise UserError(f"--resume: {short_name(run_dir)} holds no run (no config.yaml); start it without --resume")
-        return [Path(run_dir) / "config.yaml"]
+        return [saved]
     if task is None:
         return [] if helping else [find_config(DEFAULT_CONFIG)]
     default = find_task(task).default_config

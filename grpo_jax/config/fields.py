@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
-from grpo_jax.config.files import Fields, Values, read_yaml
+from grpo_jax.config.files import Fields, QuotingDumper, Values, read_yaml
 from grpo_jax.config.named import FILE, load_module, without_numbers
 from grpo_jax.config.other_names import REMOVED, hint_for
 from grpo_jax.errors import FieldError, UserError, one_line, short_name, short_repr
@@ -364,7 +364,7 @@ def build(kind: type[Section], values: Values) -> Any:
 
 def to_yaml(config: Section) -> str:
     """Return a config as YAML that `--config` reads back."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(), Dumper=QuotingDumper, sort_keys=False, allow_unicode=True)
 
 
 def flat(values: Values, prefix: str = "") -> Fields:

@@ -124,6 +124,14 @@ for _kind in ("int", "float"):
     _UniqueKeyLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _UniqueKeyLoader.construct_number)
 
 
+class QuotingDumper(yaml.SafeDumper):
+    """Dumper that quotes texts that `read_yaml` would read as numbers."""
+
+
+for _class in (_UniqueKeyLoader, QuotingDumper):  # YAML 1.1 takes 1e-5 for text, YAML 1.2 and JSON for a number
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"])
+
+
 def read_yaml(text: str) -> Any:
     """Parse YAML to plain data that can be written again; errors are one-line ValueErrors."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -46,11 +47,11 @@ def load_object(path: str, what: str) -> Any:
 def load_module(place: str) -> ModuleType:
     """Import "package.module" or "file.py"; UserError if that fails."""
     is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
+    if is_file and not os.path.isfile(os.path.expanduser(place)):
         raise UserError(f"the file {place} does not exist")
     try:
         with extras_named():
-            return _load_file(Path(place)) if is_file else importlib.import_module(place)
+            return _load_file(Path(os.path.expanduser(place))) if is_file else importlib.import_module(place)
     except (UserError, Stopped, KeyboardInterrupt):
         raise
     except ModuleNotFoundError as error:

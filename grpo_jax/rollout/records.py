@@ -57,7 +57,7 @@ def read_records(place: str) -> Records:
         name, config, split = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
         files = [file for file in sorted(Path(name).rglob("*")) if file.is_file()]  # of a local folder
         return _loaded(lambda: _load(name, files, name=config or None, split=split or None), place, None)
-    path = Path(place)
+    path = Path(os.path.expanduser(place))
     kind = path.suffix.lower()
     if os.path.isdir(path):  # written by `save_to_disk`
         return _loaded(lambda: _datasets().load_from_disk(str(path)), path, path.parent)

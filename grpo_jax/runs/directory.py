@@ -120,7 +120,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         """Define the paths, without touching the disk."""
-        self.path = Path(path).absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self.config = self.path / "config.yaml"
         self.prompts = self.path / "prompts.jsonl"  # prompts passed to `run` in Python
         self.log = self.path / "train.log"

@@ -10,12 +10,17 @@ import yaml
 
 from grpo_jax import evaluate, export, predict
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.fields import identity
+from grpo_jax.config.fields import identity, to_yaml
 from grpo_jax.config.files import read_yaml
+from grpo_jax.config.named import load_object
+from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import SamplingSection
-from grpo_jax.errors import UserError, run_cli
+from grpo_jax.errors import UserError, read_options, run_cli, run_parser
 from grpo_jax.predict import load_rewriter
+from grpo_jax.rollout.prompts import load_prompts
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import options_without_effect
+from grpo_jax.runs.policy import run_config
 from grpo_jax.train import main
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -108,6 +113,32 @@ def test_a_config_with_a_byte_order_mark(tmp_path):
     path.write_bytes(b"\xef\xbb\xbftask: text\nseed: 5\n")
     assert load_config(path).seed == 5
     assert read_yaml("a: &x {b: 1}\nc: {<<: *x, d: 2}\n")["c"] == {"b": 1, "d": 2}
+
+
+def test_exponents_without_a_point_are_numbers_and_stay_texts_in_quotes():
+    text = "task: text\nrewards: [{name: 'a:b', options: {rate: 1e-5, code: '1e-5', list: [-2E+3, 0x1e5]}}]\n"
+    config = make_config(read_yaml(text))
+    assert config.rewards[0].options == {"rate": 1e-5, "code": "1e-5", "list": [-2000.0, 0x1E5]}
+    assert make_config(read_yaml(to_yaml(config))) == config
+    (given,) = parse(["--task=text", "--rewards", '[{"name": "a:b", "options": {"rate": 1e-5}}]']).rewards
+    assert given.options == {"rate": 1e-5}
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    (home / "run").mkdir(parents=True), here.mkdir()
+    monkeypatch.setenv("HOME", str(home)), monkeypatch.chdir(here)
+    (home / "run" / "config.yaml").write_text("task: text\nseed: 7\n")
+    (home / "prompts.txt").write_text("a\n")
+    (home / "own.py").write_text("def brief(completions): return [0.0]\n")
+    assert parse(["--resume", "--run_dir=~/run"]).seed == parse(["--config=~/run/config.yaml"]).seed == 7
+    assert run_config("~/run").seed == 7
+    assert load_prompts("~/prompts.txt", held_out=0).train[0].prompt == "a"
+    assert load_object("~/own.py:brief", "reward")([""]) == [0.0]
+    RunDirectory.open("~/new").close()
+    assert (home / "new").is_dir()
+    assert read_options(run_parser("export", ""), ["--run=~/run"]).run == str(home / "run")
+    assert not any(here.iterdir())
 
 
 def test_memory_that_runs_out_is_one_line_that_says_whose_it_was(capsys):

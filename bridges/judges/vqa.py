@@ -92,7 +92,8 @@ class Answerer:
         import torch
 
         tokenizer = self._processor.tokenizer
-        first = [{tokenizer(text, add_special_tokens=False).input_ids[0] for text in texts} for texts in answers]
+        begun = [[tokenizer(text, add_special_tokens=False).input_ids[0] for text in texts] for texts in answers]
+        first = [{one for one in row if tokenizer.decode(one).strip()} for row in begun]  # a blank begins any number
 
         def batch(rows: slice) -> torch.Tensor:
             chances = self._logits(self._inputs(images[rows], questions[rows]), 1)[:, -1].softmax(-1)
@@ -116,14 +117,13 @@ class Answerer:
         inputs = self._inputs(images, questions)
         answer = self._answer.expand(len(questions), -1)
         shape = inputs["input_ids"].shape
-        count = answer.shape[1]
         for name, values in inputs.items():  # also masks and token types
             if name == "input_ids":
                 inputs[name] = torch.cat([values, answer], dim=1)
             elif values.shape == shape:
                 more = torch.ones_like if name == "attention_mask" else torch.zeros_like
                 inputs[name] = torch.cat([values, more(answer, dtype=values.dtype)], dim=1)
-        logprobs = self._logits(inputs, count + 1)[:, :-1].log_softmax(-1)
+        logprobs = self._logits(inputs, answer.shape[1] + 1)[:, :-1].log_softmax(-1)
         return logprobs.gather(2, answer.to(self.device)[..., None]).sum((1, 2)).exp()
 
     def _logits(self, inputs: BatchFeature, last: int) -> torch.Tensor:

@@ -40,13 +40,7 @@ SMALLEST_TIME = 0.02  # the losses weigh a time by its value: below this one a f
 
 
 class TrainableRenderer(Renderer):
-    """A renderer with LoRA weights; `learn` trains them on the pictures that it drew.
-
-    Attributes:
-        train: The settings.
-        updates: Number of optimizer steps.
-        skipped: Consecutive steps skipped because the gradient was not finite.
-    """
+    """A renderer with LoRA weights; `learn` trains them on the pictures that it drew."""
 
     def __init__(self, renderer: Renderer, train: RendererTraining, *, seed: int):
         """Add LoRA to a loaded renderer's pipeline; `seed` draws its start, which changes no picture."""
@@ -55,7 +49,8 @@ class TrainableRenderer(Renderer):
         _require_flow(
             self.name, type(self.pipeline).__name__, type(scheduler).__name__, network.config, self.training.guidance
         )
-        self.train, self.updates, self.skipped = train, 0, 0
+        self.train = train
+        self.updates, self.skipped = 0, 0  # optimizer steps, and those in a row whose gradient was not finite
         self._workers = 1  # `_draw` keeps what the transformer was given
         self.training = replace(renderer.training, weights=OLD)
         self.evaluation = replace(renderer.evaluation, weights=TRAINED)

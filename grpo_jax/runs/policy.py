@@ -19,7 +19,8 @@ from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.attention import has_triton
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.hf import folder as hf
-from grpo_jax.models.hf.weights import weight_files
+from grpo_jax.models.hf.peft import BASE, CONFIG
+from grpo_jax.models.hf.weights import read_json_file, weight_files
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.random_init import write_policy
@@ -115,6 +116,10 @@ def load_run_policy(
     top_k, vocabulary = config.sampling.top_k, policy.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
     info("policy", _described(config, policy, devices))
+    adapter, base = config.policy.lora.path, policy.folder.name
+    learned_on = str((adapter and read_json_file(Path(os.path.expanduser(adapter)) / CONFIG).get(BASE)) or base)
+    if Path(learned_on).name != Path(base).name:
+        info("policy", f"warning: the adapter in {adapter} was trained on {learned_on}, and policy.path is {base}")
     if policy.platform == "cuda" and not has_triton():
         info("policy", f"jax {jax.__version__} has no Pallas on Triton: attention is XLA's, slower (docs/planning.md)")
     if policy.attn_implementation == "cudnn" != policy.attention:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from support.folders import load_folder
 from support.text_task import final_state, rows, train_here
 
 from grpo_jax import export
+from grpo_jax.config.command_line import parse
 from grpo_jax.config.sections import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import gpt2, llama, read_model_config
@@ -21,6 +23,7 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, lora_config
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import Policy
+from grpo_jax.runs.policy import load_run_policy
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import init_state, make_optimizer, reference_variables, refresh_reference
 from grpo_jax.training.update import make_update
@@ -155,6 +158,13 @@ def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["policy"]["lora"]["rank"] == 0
     moved, started = (final_state(folder)[0]["variables"]["lora"] for folder in (tmp_path / "run", run))
     assert any(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (moved, started)), strict=True))
+    assert "was trained on" not in (tmp_path / "run" / "train.log").read_text()
+    merged, adapter, notes = tmp_path / "merged", run / "adapter", []
+    shutil.copytree(run / "policy", merged)  # which has the adapter already
+    twice = parse(["--task=text", f"--policy.path={merged}", f"--policy.lora.path={adapter}"])
+    load_run_policy(twice, jax.devices()[:1], lambda *line: notes.append(line))
+    warning = f"warning: the adapter in {adapter} was trained on {place.policy.resolve()}, and policy.path is"
+    assert notes[-1] == ("policy", f"{warning} {merged.resolve()}")
     capsys.readouterr()
     assert train_here(place.config, tmp_path / "none", *STEPS, "--policy.lora.path", str(tmp_path)) == 2
     assert "has no adapter_config.json" in capsys.readouterr().err

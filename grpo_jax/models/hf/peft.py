@@ -30,7 +30,7 @@ from grpo_jax.models.lora import LoraConfig, check_targets
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model_name_or_path"
 _ROOT = "base_model.model."
 _FACTORS = {"a": "lora_A", "b": "lora_B"}
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "init_lora_weights")
@@ -115,7 +115,7 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.Con
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        BASE: base,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,

@@ -170,15 +170,7 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with settings for training and evaluation, and an image cache; made by a judge's module.
-
-    Attributes:
-        name: Path of the pipeline.
-        window: Tokens of a prompt that affect the picture, including special tokens: the largest window of the text
-            encoders.
-        kind: Kind of pipeline, for the line at the start of a run.
-        change: Maps pictures and their seeds to the shown pictures; None keeps them.
-    """
+    """A loaded pipeline with settings for training and evaluation, and an image cache; made by a judge's module."""
 
     def __init__(
         self,
@@ -196,13 +188,14 @@ class Renderer:
         self.device = device
         self._takes = inspect.signature(pipeline.__call__).parameters
         self._length, limits = token_limits(pipeline, length)
-        self.window = max(limit for _, limit in limits)
+        self.window = max(limit for _, limit in limits)  # tokens of a prompt that affect the picture, with special ones
         sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.sample_size
         size = sample * pipeline.vae_scale_factor
         self.training = replace(training, size=training.size or size)
         self.evaluation = replace(evaluation, size=evaluation.size or size)
-        self.name = name
-        self.kind = type(pipeline).__name__
+        self.name = name  # path of the pipeline
+        self.kind = type(pipeline).__name__  # for the line at the start of a run
+        # maps pictures and their seeds to the shown pictures; None keeps them
         self.change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
         # Copy them: a tokenizer keeps its truncation between calls, and counting runs while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer, limit in limits if limit == self.window]

@@ -7,13 +7,14 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from grpo_jax.config.fields import flat, require
+from grpo_jax.config.fields import KEY, flat, require
 from grpo_jax.config.judge import Judge, title
 from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
@@ -47,9 +48,9 @@ from grpo_jax.runs.policy import (
     unused_chat_mark,
     weights_identity,
 )
-from grpo_jax.runs.processes import require_same
+from grpo_jax.runs.processes import digest_files, require_same
 from grpo_jax.runs.python_input import kept_prompts
-from grpo_jax.runs.session import SCORE
+from grpo_jax.runs.session import CODE, SCORE
 from grpo_jax.sampling.samplers import make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
 
@@ -107,7 +108,8 @@ def load(
     devices = policy_devices(placement, config.policy)
     loaded = load_policy(config, data, devices, info)
     config, policy = loaded.config, loaded.policy
-    weights = weights_identity(config, policy, teacher=trains) | from_main_process(lambda: judges_identity(config))
+    weights = weights_identity(config, policy, teacher=trains)
+    weights |= from_main_process(lambda: judges_identity(config) | code_identity(config, resolved))
     require_same(weights)
     data = dataclasses.replace(data, identity={**data.identity, **weights})
     allowed = policy_tokens(config, policy.folder)
@@ -176,6 +178,15 @@ def load_data(
     reward_registry.require_values(resolved, rows)
     info("rewards", resolved.describe())
     return data, resolved
+
+
+def code_identity(config: Config, rewards: ResolvedRewards) -> dict[str, str]:
+    """Return a digest of the Python files that task, judges, rewards and tools are named by, if there are any."""
+    values = config.model_dump()
+    parts = [f"{part.get(key)}" for part in (values["task"], *values["judges"].values()) for key in (KEY, "name")]
+    names = [*parts, *(one.name for one in rewards.sections), *rewards.eval_rewards, *config.data.tool_names]
+    files = {Path(os.path.expanduser(name.rpartition(":")[0])) for name in names if ".py:" in name}
+    return {CODE: digest_files(files)} if files else {}
 
 
 def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], info: Info) -> LoadedPolicy:

@@ -17,7 +17,8 @@ Record = dict[str, Any]
 """A JSON object."""
 WEIGHTS = "weights"
 """Begins the names of digests of frozen weights in a task's identity."""
-READ = "config and tokenizer of policy.path"
+READ, CODE = "config and tokenizer of policy.path", "files of user code"
+NOTED = (TRAINING_ROWS, CODE)  # facts that may change on resume
 _LATER = (WEIGHTS, HELD_OUT_PICTURES, READ)  # facts that checkpoints of earlier versions lack
 SCORE = "score"
 """As evaluation.best_by: the maximised measure."""
@@ -115,11 +116,11 @@ def require_same(saved: Mapping[str, Record], config: Config, task: Mapping[str,
 
 
 def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming the differences if a checkpoint has other data or models; training rows may differ."""
+    """Raise UserError naming the differences if a checkpoint has other data or models; except `NOTED` ones."""
     changed = [
         f"{name}: {saved.get(name)} → {value}"
         for name, value in task.items()
-        if name != TRAINING_ROWS and saved.get(name, value if name.startswith(_LATER) else None) != value
+        if name not in NOTED and saved.get(name, value if name.startswith(_LATER) else None) != value
     ]
     if changed:
         other = f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)})"

@@ -21,7 +21,6 @@ from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
-from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs import metrics
 from grpo_jax.runs.batches import CollectedBatch, Rollouts
@@ -36,7 +35,7 @@ from grpo_jax.runs.policy import load_teacher
 from grpo_jax.runs.processes import exit_if_peer_failed, join, require_shared, versions
 from grpo_jax.runs.python_input import from_python, keep_prompts
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
-from grpo_jax.runs.session import SCORE, Callbacks, IterationEvent, Notes, Progress, Record, require_same
+from grpo_jax.runs.session import NOTED, SCORE, Callbacks, IterationEvent, Notes, Progress, Record, require_same
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import StopRequests, stop_requests
 from grpo_jax.training.batch import Batch, make_batch
@@ -111,12 +110,7 @@ def load_run(
 
 
 class Trainer:
-    """One process's part of a run; `save` writes `state` and `progress`, those after the last iteration.
-
-    Attributes:
-        output: Run directory, terminal and metric writers (`reports.output`).
-        clock: time.monotonic() when the process began.
-    """
+    """One process's part of a run; `save` writes `state` and `progress`, those after the last iteration."""
 
     state: TrainState
     progress: Progress
@@ -124,11 +118,11 @@ class Trainer:
     def __init__(
         self,
         ctx: RunContext,
-        output: Output,
+        output: Output,  # run directory, terminal and metric writers (`reports.output`)
         checkpoints: Checkpoints,
         stop: StopRequests,
         callbacks: Callbacks,
-        clock: float,
+        clock: float,  # time.monotonic() when the process began
     ):
         self.ctx, self.config, self.iterations, self.output = ctx, ctx.config, ctx.iterations, output
         self.checkpoints, self.stop, self.callbacks, self.clock = checkpoints, stop, callbacks, clock
@@ -197,9 +191,10 @@ class Trainer:
     def resume(self, progress: Progress) -> None:
         """Restore the state of the latest valid checkpoint."""
         output, checkpoints = self.output, self.checkpoints
-        before, now = (facts["task"].get(TRAINING_ROWS) for facts in (progress.identity, self.identity))
-        if before != now:
-            output.warning(f"the training rows have changed: {before} → {now}; the run continues with the new ones")
+        for name in NOTED:
+            before, now = (facts["task"].get(name) for facts in (progress.identity, self.identity))
+            if before and before != now:
+                output.warning(f"the {name} have changed: {before} → {now}; the run continues with the new ones")
         done, iterations = progress.iteration, self.iterations
         self._keep_config()
         template = self.learner.start(self.ctx.policy.variables)

@@ -67,7 +67,7 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
     }  # fmt: skip
     assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 0
     out = capsys.readouterr().out
-    assert "resumed after iteration 1 of 2" in out
+    assert "resumed after iteration 1 of 2" in out and "have changed" not in out
     for mine, theirs in zip(rows(run), rows(finished), strict=True):
         assert mine.keys() == theirs.keys()
         np.testing.assert_allclose(*([v or 0.0 for v in row.values()] for row in (mine, theirs)), rtol=1e-3, atol=1e-4)
@@ -152,8 +152,13 @@ def test_changed_held_out_rows_and_judges_are_refused_and_changed_training_rows_
     assert_refused("weights of judges.own.path: ")
     weights.write_text("these")
     write("p.jsonl", [*train, {"prompt": "i tree", "answer": "i"}])
+    code = config.parent / "own.py"
+    code.write_text(JUDGE + "# another version")
     assert train_here(config, run, "--resume", "--training.max_steps=2") == 0
-    assert "warning: the training rows have changed: 8 of digest" in capsys.readouterr().out
+    code.write_text(JUDGE)
+    out = capsys.readouterr().out
+    assert "warning: the training rows have changed: 8 of digest" in out
+    assert "warning: the files of user code have changed: " in out
     assert evaluate.main(["--run", str(run)]) == 0
 
 

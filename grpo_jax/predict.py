@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
+from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.errors import UserError, command, exit_process, extras_named, run_parser
 
 if TYPE_CHECKING:
     from grpo_jax.config.run import Config
     from grpo_jax.models.policy import Policy
     from grpo_jax.rollout.data import Row
+    from grpo_jax.rollout.env import Episode
     from grpo_jax.sampling.decoding import Samples
 
 
@@ -42,15 +44,41 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself if the policy's answer is invalid.
-        Pictures are paths, bytes, PIL images or arrays, as in a row of the data.
+        Pictures are paths, bytes, PIL images or arrays, as in a row of the data. With several turns
+        (sampling.turns) the run's environment answers between them, and the rewrite is that of the last turn.
 
     Raises:
         UserError: There is no such run or checkpoint, or a required package is missing.
     """
-    from grpo_jax.runs.policy import restore_policy
+    from grpo_jax.runs.policy import restore_policy, run_config
 
+    if run_config(run_dir).sampling.turns > 1:
+        play = make_player(run_dir, checkpoint)
+        return lambda prompt, pictures=(): play(prompt, pictures).last.completion
     config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
     return make_rewriter(config, policy)
+
+
+def make_player(
+    run_dir: str | Path, checkpoint: str, exit_stack: ExitStack | None = None
+) -> Callable[[str, Sequence[object]], Episode]:
+    """Load a run with its environment and judges; return play(prompt, pictures) → the greedy episode.
+
+    Rewards that `run` was given in Python are missing.
+    """
+    from grpo_jax.runs.evaluation import InferenceSession
+    from grpo_jax.runs.policy import run_config
+
+    given = [section.called for section in run_config(run_dir).rewards if section.name.startswith(IN_PYTHON)]
+    rewards = dict.fromkeys(given, lambda completions: [None] * len(completions))
+    session = InferenceSession(run_dir, lambda *_: None, exit_stack, rewards)
+
+    def play(prompt: str, pictures: Sequence[object] = ()) -> Episode:
+        if pictures:
+            raise UserError("pictures: a run of several turns, or one that draws, takes prompts of text alone")
+        return session.write(session.row(prompt, 1), checkpoint)[0]
+
+    return play
 
 
 def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
@@ -117,15 +145,15 @@ def make_parser() -> argparse.ArgumentParser:
 def _predict(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
-    if options.file is not None and Path(options.file).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv"):
+    from grpo_jax.rollout.records import RECORD_SUFFIXES
+
+    if options.file is not None and Path(options.file).suffix.lower() in RECORD_SUFFIXES:
         raise UserError(f"--file: expected a text with a prompt on each line, got the records of {options.file}")
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
     with ExitStack() as exit_stack:
         if options.pictures is None:
             rewrite = functools.partial(load_rewriter(options.run, options.checkpoint), pictures=options.picture)
-        elif options.picture:
-            raise UserError("--pictures: it draws answers to prompts of text alone, without --picture")
         else:
             rewrite = _make_painter(options, exit_stack)
         for prompt in prompts:
@@ -137,19 +165,16 @@ def _predict(options: argparse.Namespace) -> None:
 def _make_painter(options: argparse.Namespace, exit_stack: ExitStack) -> Callable[[str], str]:
     """Return rewrite(prompt), which also writes each answer's picture to a folder."""
     from grpo_jax.rollout.pictures import png
-    from grpo_jax.runs.evaluation import InferenceSession
 
-    session, numbers = InferenceSession(options.run, lambda *_: None, exit_stack), itertools.count()
-    if session.ctx.fns.render is None:
-        raise UserError(f"--pictures: {options.run} has no renderer")
-    options.pictures.mkdir(parents=True, exist_ok=True)
+    play, numbers = make_player(options.run, options.checkpoint, exit_stack), itertools.count()
 
     def rewrite(prompt: str) -> str:
-        (episode,) = session.write(session.row(prompt, 1), options.checkpoint)
-        if episode.last.image is None:
-            raise UserError(f"--pictures: the renderer drew no picture of {episode.last.completion!r}")
-        (options.pictures / f"{next(numbers)}.png").write_bytes(png(episode.last.image))
-        return episode.last.completion
+        turn = play(prompt, options.picture).last
+        if turn.image is None:
+            raise UserError(f"--pictures: {options.run} has no renderer, or it drew no picture of {turn.completion!r}")
+        options.pictures.mkdir(parents=True, exist_ok=True)
+        (options.pictures / f"{next(numbers)}.png").write_bytes(png(turn.image))
+        return turn.completion
 
     return rewrite
 

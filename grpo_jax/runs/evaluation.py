@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pipeline import Work
+from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Rollout, collect, judge
 from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -229,10 +231,16 @@ class InferenceSession:
     A failing judge is always an error, whatever the config of `ctx`, the run.
     """
 
-    def __init__(self, run_dir: str | Path, info: Info, exit_stack: ExitStack):
-        """Load a directory's run; `exit_stack` closes its judges."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        info: Info,
+        exit_stack: ExitStack | None,
+        rewards: Mapping[str, Reward] = MappingProxyType({}),
+    ):
+        """Load a directory's run, with `rewards` by label in place of its own; `exit_stack` closes its judges."""
         config = run_config(run_dir).replace(on_judge_error="stop")
-        self.ctx = load(config, info, exit_stack=exit_stack)
+        self.ctx = load(config, info, rewards=rewards, exit_stack=exit_stack)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         policy = self.ctx.policy
         identity = weights_identity(config, policy, teacher=False)

@@ -19,7 +19,7 @@ from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
 from bridges import bundled
-from grpo_jax import demo
+from grpo_jax import demo, load_rewriter, predict
 from grpo_jax.__main__ import main
 from grpo_jax.config.named import GIVEN_TOOLS, load_object
 from grpo_jax.config.run import make_config
@@ -782,3 +782,20 @@ def test_the_bundled_policy_plays_a_class_with_two_tools(home, tmp_path):
     schemas = toolbox((f"{home}/two_tools.py:Counter",)).schemas
     prompt = functools.partial(tokenizer.apply_chat_template, [{"role": "user", "content": "hm"}], tokenize=False)
     assert prompt() == "<|user|> hm" and prompt(tools=schemas) == "<|user|> add(step) clear()<|user|> hm"
+
+
+def test_predict_plays_all_turns(increments, home, monkeypatch, capsys):
+    """The environment is stepped until it judges the episode, and the last turn is printed."""
+    judged = []
+    environment = load_object(f"{home}/tools.py:IncrementEnv", "tool")
+    monkeypatch.setattr(environment, "get_reward", lambda self: judged.append(self.counter) or 0.0)
+    with ExitStack() as exit_stack:
+        session = InferenceSession(increments, lambda *_: None, exit_stack)
+        prompt = session.ctx.test_rows[0].prompt
+        (episode,) = session.write(session.row(prompt, 1), "final")
+    assert predict.main(["--run", str(increments), "--prompt", prompt, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": prompt, "completion": episode.last.completion}
+    rewrite = load_rewriter(increments)
+    assert rewrite(prompt) == episode.last.completion and judged == [judged[0]] * 3
+    with pytest.raises(UserError, match="a run of several turns, or one that draws, takes prompts of text alone"):
+        rewrite(prompt, ["a.png"])

@@ -192,7 +192,7 @@ def _make_tokens_of(
     options = {f"data.chat_template_options.{name}": called.get(name, name) for name in section.chat_template_options}
     options |= {"data.tools": "tools"} if section.tools else {}
     for field, name in options.items():
-        if not (chat and knows_option(tokenizer, name)):
+        if not (chat and knows_option(tokenizer, name, template_options(section))):
             unsupported = f"the policy's chat template does not support {name}"
             raise UserError(f"{unsupported}; remove {field} or use another policy")
     encoders = {

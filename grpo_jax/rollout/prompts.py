@@ -39,6 +39,7 @@ Data = str | Path | Records | Iterable[Mapping[str, object]]
 """Name of a data set, or records, each like a line of a ``.jsonl`` file."""
 ROLES = ("system", "user", "assistant")
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
+_UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")  # which templates may write
 
 
 def prompts_of(config: Config) -> PromptSet:
@@ -214,6 +215,8 @@ def read_message(message: Any, sources: list[Source | None], base: Path | None) 
     if not isinstance(content, str | list | tuple) or message.get("role") not in ROLES:
         expected = f'{{"role": {" | ".join(ROLES)}, "content": text or a list of parts}}'
         raise ValueError(f"expected {expected}, got {short_repr(message, 40)}")
+    if unread := unread_keys(message):
+        raise ValueError(f"{unread[0]} is not read: write it into the content, as the policy would")
     parts: list[Part] = []
     for part in [content] if isinstance(content, str) else content:
         fields = part if isinstance(part, Mapping) else {"type": "text", "text": part}
@@ -228,6 +231,11 @@ def read_message(message: Any, sources: list[Source | None], base: Path | None) 
         else:
             raise ValueError(f'a part must be of type "text", with a text, or "image", got {short_repr(part, 40)}')
     return Message(message["role"], tuple(parts))
+
+
+def unread_keys(message: object) -> list[str]:
+    """Return the keys of a message whose values would be lost."""
+    return [name for name in _UNREAD_KEYS if isinstance(message, Mapping) and message.get(name)]
 
 
 def read_content(content: object) -> tuple[tuple[Part, ...], list[Source]]:

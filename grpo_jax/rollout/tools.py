@@ -50,7 +50,7 @@ def calls_in(text: str) -> list[Call]:
     They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's, a completion that consists
     of objects {"name": …, "parameters": {…}}. A malformed call has a `problem`.
     """
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     calls = _TAGGED.findall(text)
     bare = None if calls else _BARE.fullmatch(text)
     return [_read_call(call) for call in (_objects(bare[1]) if bare else calls)]
@@ -231,19 +231,19 @@ class ToolEpisode:
     async def reset(self, seed: int) -> str | list[Any]:
         """Begin the episode of a row with columns of its own; return the text or content parts for its prompt.
 
-        A required argument `seed` that is no column is the seed. It also seeds Python's `random`, but not for an
-        `async def`: several of them run at a time.
+        A required argument `seed` that is no column is the seed. It also seeds Python's `random`, for `__init__` too,
+        but not for an `async def`: several of them run at a time.
         """
-        assert self._tools.make is not None
-        self.object = self._tools.make()
-        columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
-        if "seed" in arguments_of(self.object.reset, required=True):
-            columns.setdefault("seed", seed)
 
         def begin() -> object:
+            assert self._tools.make is not None
             state = random.getstate()
             random.seed(seed)
             try:
+                self.object = self._tools.make()
+                columns = copy.deepcopy(accepted_arguments(self.object.reset, self._rows.get(seed, {})))
+                if "seed" in arguments_of(self.object.reset, required=True):
+                    columns.setdefault("seed", seed)
                 return self.object.reset(**columns)
             finally:
                 random.setstate(state)

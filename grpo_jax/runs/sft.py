@@ -20,6 +20,7 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import as_observation, prepared
+from grpo_jax.rollout.prompts import unread_keys
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.session import Notes, Record
@@ -114,13 +115,13 @@ def completion_pairs(rows: Sequence[Row]) -> Iterator[Pair]:
     another value.
     """
     for row in rows:
-        match row.columns.get("completion"):
-            case str(text) | [{"role": "assistant", "content": str(text)}] if text:
+        match value := row.columns.get("completion"):
+            case str(text) | [{"role": "assistant", "content": str(text)}] if text and not unread_keys(value[-1]):
                 yield row, text
             case None | "":
                 continue
-            case value:
-                expected = "a text, or a list of one assistant message"
+            case _:
+                expected = "a text, or a list of one assistant message with its whole text as content"
                 require(False, f"completion of row {row.id}", expected, short_repr(value))
 
 

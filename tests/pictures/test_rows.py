@@ -181,6 +181,10 @@ def test_data_sets_of_hugging_face(tmp_path):
         ),
         ({"prompt": [{"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
         (
+            {"prompt": [{"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}, {"role": "user"}]},
+            '"prompt", message 1: tool_calls is not read: write it into the content, as the policy would',
+        ),
+        (
             {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
             "must be of type \"text\", with a text, or \"image\", got {'type': 'video'}",
         ),

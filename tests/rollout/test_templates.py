@@ -57,6 +57,18 @@ def test_an_option_that_a_template_ignores_is_refused():
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
 
 
+def test_a_template_that_leaves_out_a_message_or_the_tools_is_refused():
+    """As Phi-3's first template does with system messages, and Phi-4-mini's with tools outside of one."""
+    tokenizer, rows = templated(), plain_rows(["a fox"])
+    tokenizer.chat_template = TEMPLATE.replace("messages %}", "messages if message['role'] != 'system' %}")
+    make_encode(tokenizer, DataSection(), pad_id=0, rows=rows)
+    with pytest.raises(UserError, match="leaves out a message of the role system: fix it, or drop the message"):
+        make_encode(tokenizer, DataSection(system_prompt="Be brief."), pad_id=0, rows=rows)
+    tokenizer.chat_template = TEMPLATE.replace("{% if tools %}", "{% if messages[0].tools and tools %}")
+    with pytest.raises(UserError, match=r"does not support tools; remove data\.tools or use another policy$"):
+        make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
+
+
 def test_observations_use_the_same_template_options():
     tokenizer = templated()
     named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99, "mood": "merry"}

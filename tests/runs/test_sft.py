@@ -132,7 +132,10 @@ def test_rows_with_a_completion_are_the_pairs(policy, tmp_path):
     assert [ctx.policy.tokenizer.decode(row[own][:-1]) for row, own in written] == [TEXT, "blue"]
 
 
-@pytest.mark.parametrize("value", [["red"], [{"role": "user", "content": "red"}], {"content": "red"}])
+CALLS = {"role": "assistant", "content": "I count.", "tool_calls": [{"function": {"name": "count"}}]}
+
+
+@pytest.mark.parametrize("value", [["red"], [{"role": "user", "content": "red"}], {"content": "red"}, [CALLS]])
 def test_a_completion_of_another_form_is_refused(value):
     with pytest.raises(UserError, match="completion of row 7: expected a text, or a list of one assistant message"):
         list(completion_pairs([Row(7, PROMPT, {"completion": value})]))

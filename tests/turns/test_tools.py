@@ -464,6 +464,7 @@ def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys):
         ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
         ('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": null}', [("a", {}), ("b", {})]),
         ("It is 3.", []),
+        ('So.</think>Hm. <think>Perhaps <tool_call>{"name": "a"}</tool_call>', []),
         ('{"name": "Bob"}', []),
         ('{"name": "add", "para', ["a call must be JSON"]),
         ("<tool_call>add(1, 2)</tool_call>", ["a call must be JSON"]),
@@ -573,6 +574,28 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
     shown = [episodes.make_row(seed)["prompt"] for seed in (*range(20), *range(20))]
     assert shown[:20] == shown[20:] and len({*shown}) == 6
     assert random.getstate() == state
+
+
+class Drawn:
+    """Draws a number that its prompt does not show."""
+
+    def __init__(self):
+        self.number = random.random()
+
+    def reset(self, **row):
+        return "go"
+
+
+def test_random_numbers_of_an_object_are_the_seeds():
+    """A group compares completions of one task, although no prompt shows that tasks differ."""
+    tools = episodes_with(Drawn)
+
+    def number(seed):
+        episode = tools.runner._makers["Drawn"]()
+        asyncio.run(episode.reset(seed))
+        return episode.object.number
+
+    assert number(1) == number(1) != number(2)
 
 
 class Waiting:

@@ -213,7 +213,7 @@ def conversation_encoder(
 
     As in transformers' processor, the template places each picture, which becomes one placeholder per merged token. If
     the template does not support pictures, their placeholders precede the text. UserError as in `texts_encoder`, or if
-    the template drops a picture.
+    the template drops a message or a picture.
 
     Without `chat` there is one message, and the completion continues its text. `switches` are further variables of the
     template.
@@ -229,7 +229,7 @@ def conversation_encoder(
     def encoder_of(form: tuple[Message, ...], count: int) -> Callable[[Sequence[str]], list[int]]:
         """Make the encoder of `count` texts in conversations of this form, whose own texts are empty."""
 
-        def rendered(texts: Sequence[str]) -> str:
+        def rendered(texts: Sequence[str], form: tuple[Message, ...] = form) -> str:
             rest = iter(texts)
             turns = []
             for message in form:
@@ -239,6 +239,14 @@ def conversation_encoder(
                 turns.append({"role": message.role, "content": content})
             return as_text(turns)
 
+        roles = [message.role for message in form for part in message.parts if part is not PICTURE]
+        plain = tuple(Message(m.role, tuple(part and "" for part in m.parts)) for m in form)
+        usual = [_PROBE] * len(roles)
+        for place, role in enumerate(roles):
+            changed = [*usual[:place], _WRITTEN, *usual[place + 1 :]]
+            if rendered(changed, plain) == rendered(usual, plain):
+                why = f"leaves out a message of the role {role}: fix it, or drop the message"
+                raise UserError(f"the chat template of {_folder(tokenizer)} {why}")
         return texts_encoder(
             tokenizer, rendered, count, add_special_tokens=not chat, vocab_size=vocab_size, further_marks=marks
         )
@@ -260,10 +268,12 @@ def conversation_encoder(
     return encode
 
 
-def knows_option(tokenizer: Tokenizer, name: str) -> bool:
-    """Return whether a chat template uses an option."""
-    template = tokenizer.get_chat_template(tools=[{}] if name == "tools" else None)
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+def knows_option(tokenizer: Tokenizer, name: str, switches: Mapping[str, Json]) -> bool:
+    """Return whether a chat template uses an option; whether it writes the tools among `switches`."""
+    if name != "tools":
+        return re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()) is not None
+    talk = [{"role": "user", "content": _PROBE}]  # some templates take tools from a system message only
+    return render_chat(tokenizer, talk, **switches) != render_chat(tokenizer, talk, **{**switches, name: None})
 
 
 def _continued(messages: Sequence[dict[str, Json]]) -> str:

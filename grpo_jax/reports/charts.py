@@ -30,6 +30,7 @@ COMMON = Display(
             (Curve("completion_tokens", "mean"), Curve("completion_tokens_max", "longest")),
         ),
         Chart("Turns of an episode", (Curve("turns", "mean"),)),
+        Chart("Tool results that are errors", (Curve("tool_errors", "share"),)),
         Chart("Truncated and invalid completions", (Curve("truncated", "truncated"), Curve("invalid", "invalid"))),
         Chart("Repetition", (Curve("duplicates", "duplicates in group"), Curve("unchanged", "unchanged prompts"))),
         Chart("Gradient norm", (Curve("grad_norm", "norm"),)),

@@ -33,7 +33,9 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
 _BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*{_ARGUMENTS})', re.DOTALL)
 _FORM = '{"name": …, "arguments": {…}}'
-_TOO_LONG = "error: the result is too long to be read"
+ERROR = "error:"
+"""Begins the result of a call that failed."""
+_TOO_LONG = f"{ERROR} the result is too long to be read"
 
 
 class Call(NamedTuple):
@@ -146,16 +148,16 @@ class Toolbox:
     async def _result(self, call: Call, environment: object) -> str:
         try:
             if call.problem:
-                text = f"error: {call.problem}"
+                text = f"{ERROR} {call.problem}"
             elif call.name in self._tools:
                 own = (environment,) if call.name in self._methods else ()
                 text = str(await call_async(self._tools[call.name], *own, **call.arguments))
             else:
-                text = f"error: no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
+                text = f"{ERROR} no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
         except BaseException as error:
             if isinstance(error, EnvError) or not raised_by_user_code(error):
                 raise
-            text = f"error: {_reason(error)}"
+            text = f"{ERROR} {_reason(error)}"
         return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:

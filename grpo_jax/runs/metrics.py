@@ -12,11 +12,13 @@ import numpy as np
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import one_line
 from grpo_jax.rollout.data import batches_per_epoch
 from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import join_names, maximised_names
 from grpo_jax.rollout.rollout import Rollout
+from grpo_jax.rollout.tools import ERROR
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.endings import MISSING_ITERATIONS
 from grpo_jax.runs.session import SCORE, Notes, Record
@@ -172,6 +174,8 @@ def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -
         "truncated": float(samples.truncated.mean()),
     }
     row |= turn_metrics(rollout, ctx.fns.reward_names, ctx.fns.eval_reward_names)
+    if results := tool_results(ctx, rollout):
+        row["tool_errors"] = sum(text.startswith(ERROR) for text in results) / len(results)
     prompts = [row.prompt for row in rollout.rows]
     return row | ctx.task_data.report.statistics(prompts, rollout.texts, rollout.valid.tolist())
 
@@ -196,6 +200,15 @@ def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequenc
         row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(tokens > 0, tokens, np.nan))
     answered = (samples.present & ~samples.mask).sum(-1)
     return row | {"turns": float((lengths > 0).sum(-1).mean()), "observation_tokens": float(answered.mean())}
+
+
+def tool_results(ctx: RunContext, rollout: Rollout) -> list[str]:
+    """Return the results of data.tools that the policy read."""
+    if not ctx.config.data.tool_names:
+        return []
+    turns = (turn for group in rollout.episodes for episode in group for turn in episode.turns)
+    answers = [turn.observation for turn in turns if turn.observation is not None and not turn.observation.done]
+    return [text for answer in answers for text in answer.messages or (answer.text,)]
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -248,7 +261,7 @@ def _cells(values: list[Any]) -> list[Any]:
 
 
 def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
-    """Count consecutive iterations in which a maximised reward was missing, or constant, or no text ended."""
+    """Count consecutive iterations: a reward missing or constant, no text that ended, no tool result but errors."""
     judged = rollout.rewards if ctx.config.algorithm.turn_advantage == "return" else rollout.final_rewards
     values = dict(zip(ctx.fns.reward_names, np.moveaxis(judged, -1, 0), strict=True))
     streaks: dict[str, int] = {}
@@ -265,7 +278,11 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
             constant[name] = [value, count + 1 if last == value else 1]
     cut = rollout.samples is not None and rollout.samples.truncated.all()
     truncated = notes.truncated + 1 if cut else 0
-    return notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated)
+    results = tool_results(ctx, rollout)
+    failed = bool(results) and all(text.startswith(ERROR) for text in results)
+    failing = (notes.failing_tools[0] + 1, results[-1]) if failed else (0, "")
+    changed = {"streaks": streaks, "constant": constant, "range": ranges, "truncated": truncated}
+    return notes._replace(**changed, failing_tools=failing)
 
 
 def streak_warnings(ctx: RunContext, notes: Notes, done: int) -> list[str]:
@@ -284,6 +301,9 @@ def streak_warnings(ctx: RunContext, notes: Notes, done: int) -> list[str]:
     if notes.truncated == _CONSTANT_ITERATIONS:
         last = f"every completion of the last {notes.truncated} iterations"
         lines.append(f"{last} reached sampling.max_new_tokens; raise it")
+    if notes.failing_tools[0] == _CONSTANT_ITERATIONS:
+        last = f"every tool result of the last {_CONSTANT_ITERATIONS} iterations was an error"
+        lines.append(f"{last}, such as {one_line(repr(notes.failing_tools[1]), 150)}")
     never = [name for name, count in notes.streaks.items() if count == done]
     if 0 < len(never) < len(notes.streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")

@@ -1,18 +1,22 @@
 """A run in which no completion gets a reward: it stops with a message, and resumes once there are rewards."""
 
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
+from support.rollouts import rollout_of
 from support.text_task import rows, train_values
 
 from grpo_jax.config.run import make_config
+from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.tools import Toolbox
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.endings import rewards_missing_reason
 from grpo_jax.runs.loading import load
-from grpo_jax.runs.metrics import reward_streaks
+from grpo_jax.runs.metrics import reward_streaks, streak_warnings
 from grpo_jax.runs.session import Notes, Progress
 
 JUDGE = """
@@ -79,12 +83,46 @@ def test_a_reward_of_an_earlier_turn_counts_where_it_trains(values, advantage, s
     rewards = np.array([[[[2.0], [np.nan]]] * 2], np.float32)  # [P, G, U, N]
     rollout = SimpleNamespace(rewards=rewards, final_rewards=rewards[:, :, -1], samples=None)
     ctx = SimpleNamespace(
-        config=SimpleNamespace(algorithm=algorithm),
+        config=SimpleNamespace(algorithm=algorithm, data=make_config(values).data),
         fns=SimpleNamespace(reward_names=("rare",)),
         rewards=SimpleNamespace(weights={"rare": 1.0}),
     )
     notes = reward_streaks(ctx, rollout, Notes())
     assert notes.streaks == {"rare": streak} and notes.constant == constant
+
+
+def root(a: int) -> float:
+    """
+    Returns the square root.
+
+    Args:
+        a: A number.
+    """
+    return math.sqrt(a)  # noqa: F821  # the user's mistake
+
+
+def test_tools_that_only_fail_give_a_warning(values):
+    """Such as a tool with a mistake in it, whose error the policy alone would read."""
+    config = make_config(values | {"data": {"tools": ["tools.py:root"]}, "sampling": {"turns": 2}})
+    ctx = SimpleNamespace(
+        config=config,
+        fns=SimpleNamespace(reward_names=("one",)),
+        rewards=SimpleNamespace(weights={"one": 1.0}, maximised=()),
+        iterations=9,
+    )
+    toolbox, notes, lines = Toolbox(["root"], [root]), Notes(), []
+    call = Turn('<tool_call>{"name": "root", "arguments": {"a": 1}}</tool_call>')
+    (observation,) = toolbox.step([], [Episode((call,))])
+    episode = Episode((replace(call, observation=observation), Turn("2")), final=True)
+    for done in range(1, 8):
+        rollout = rollout_of(np.random.default_rng(done).random((1, 2, 2, 1)), np.zeros((1, 2, 2, 0)))
+        notes = reward_streaks(ctx, rollout._replace(episodes=[[episode] * 2]), notes)
+        lines += streak_warnings(ctx, notes, done)
+    failed = "every tool result of the last 5 iterations was an error, such as \"error: name 'math' is not defined"
+    assert len(lines) == 1 and lines[0].startswith(failed)
+    ended = Episode((replace(call, observation=replace(observation, messages=("2",))), Turn("2")), final=True)
+    notes = reward_streaks(ctx, rollout._replace(episodes=[[episode, ended]]), notes)
+    assert notes.failing_tools == (0, "")
 
 
 def test_a_chat_policy_without_a_template_gives_a_warning(place, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.imports import ROOT
-from support.text_task import assert_same_run, episodes_of, rewound, train_here, train_values
+from support.text_task import assert_same_run, completions, episodes_of, rewound, rows, train_here, train_values
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
@@ -316,6 +316,9 @@ def test_the_class_of_trls_documentation_trains_as_it_is(increments):
                     assert row["observation"].startswith("error: no tool")
         assert len(turns) == 2 or turns[-1]["completion"] in ("", WORDS["end"])  # an answer ends it
     assert seen >= {*told, WORDS["wrong"]}
+    for step, row in enumerate(rows(increments), 1):
+        answers = [line for text in completions(increments, step)["observation"] if text for line in text.split("\n")]
+        assert row["tool_errors"] == sum(line.startswith("error:") for line in answers) / len(answers) > 0
 
 
 def test_a_resumed_run_with_tools_equals_an_uninterrupted_run(increments, home, tmp_path):

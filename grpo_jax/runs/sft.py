@@ -15,6 +15,7 @@ import numpy as np
 from grpo_jax.config.fields import require
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import Stopped, UserError, short_repr
+from grpo_jax.models.hf.chat import special_ids
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at
@@ -67,8 +68,9 @@ def run_sft(ctx: RunContext, info: Callable[[str], None]) -> Variables:
     pairs = teachable(ctx, pairs, info)
     most = f"at most {len(pairs)}, the number of SFT pairs"
     require(section.batch <= len(pairs), "sft.batch", most, section.batch)
-    if cut := sum(_is_cut(ctx, pair) for pair in pairs):
-        info(f"SFT: warning: {cut} of {len(pairs)} pairs are cut at sampling.max_new_tokens, without their end token")
+    for reason, count in pair_problems(ctx, pairs).items():
+        if count:
+            info(f"SFT: warning: {count} of {len(pairs)} pairs {reason}")
     state, step = make_sft(ctx)
     line_every = max(1, section.steps // _LINES)
     for number in range(section.steps):
@@ -142,11 +144,27 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
     return writable
 
 
-def _is_cut(ctx: RunContext, pair: Pair) -> bool:
-    """Return whether a text of a pair has more tokens than a completion; no text has more tokens than bytes."""
-    most = ctx.config.sampling.max_new_tokens
-    long = (text for text in pair[1::2] if len(text.encode()) >= most)
-    return any(supervised_tokens(ctx, as_row(pair[0]).prompt, text)[-1] not in ctx.policy.eos_ids for text in long)
+def pair_problems(ctx: RunContext, pairs: Sequence[Pair]) -> dict[str, int]:
+    """Count the pairs whose texts train something else than they say, by reason."""
+    tokenizer, most, eos_ids = ctx.policy.tokenizer, ctx.config.sampling.max_new_tokens, ctx.policy.eos_ids
+    prompt = ctx.fns.encode([as_row(pairs[0][0])])
+    thought = tokenizer.decode(prompt.tokens[prompt.mask]).rstrip().endswith("</think>")
+    ends = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer).intersection(eos_ids)))
+
+    def is_cut(pair: Pair) -> bool:  # no text has more tokens than bytes
+        long = (text for text in pair[1::2] if len(text.encode()) >= most)
+        return any(supervised_tokens(ctx, as_row(pair[0]).prompt, text)[-1] not in eos_ids for text in long)
+
+    def holding(*marks: str) -> int:
+        return sum(any(mark in text for text in pair[1::2] for mark in marks) for pair in pairs)
+
+    return {
+        "are cut at sampling.max_new_tokens, without their end token": sum(map(is_cut, pairs)),
+        f"hold {' or '.join(ends)} as text, before the end token that is added: leave it out": holding(*ends),
+        "think after prompts that end with </think>: set data.chat_template_options.enable_thinking true": (
+            holding("</think>") if thought else 0
+        ),
+    }
 
 
 def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:

@@ -148,4 +148,18 @@ def test_too_few_pairs_are_refused(taught):
 
 def test_pairs_longer_than_a_completion_are_counted(taught):
     _, _, said = taught(TEXT, "x" * 40, max_new_tokens=12)
-    assert said[0].startswith("SFT: warning: 1 of 2 pairs are cut at sampling.max_new_tokens")
+    assert said[0].startswith("SFT: warning: 1 of 2 pairs are cut at sampling.max_new_tokens") and len(said) == 2
+
+
+def test_pairs_with_end_tokens_or_second_thoughts_are_counted(taught, policy):
+    """As data in another form has them: texts of whole turns, and thoughts after a prompt that ends them."""
+    _, _, said = taught("red<|im_end|>", TEXT, forbidden="", max_new_tokens=40)
+    assert said[0].startswith("SFT: warning: 1 of 2 pairs hold <|endoftext|> or <|im_end|> as text") and len(said) == 2
+    template, thoughts = policy / "chat_template.jinja", "<think>Red?</think>soap"
+    kept = template.read_text()
+    for end, count in (("<think></think>", 1), ("<think>", 0)):
+        template.write_text(kept + end)
+        _, _, said = taught(thoughts, TEXT, forbidden="", max_new_tokens=40)
+        warned = [line for line in said if line.startswith("SFT: warning: 1 of 2 pairs think after prompts that end")]
+        assert len(warned) == count
+    template.write_text(kept)

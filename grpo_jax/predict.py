@@ -143,9 +143,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.compile_cache import enable_compile_cache
-
     from grpo_jax.rollout.records import RECORD_SUFFIXES
+    from grpo_jax.runs.compile_cache import enable_compile_cache
 
     if options.file is not None and Path(options.file).suffix.lower() in RECORD_SUFFIXES:
         raise UserError(f"--file: expected a text with a prompt on each line, got the records of {options.file}")

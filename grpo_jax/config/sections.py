@@ -243,8 +243,8 @@ class SamplingSection(Section):
     """"keep" trains the sampling distribution: log-probabilities in the update are renormalised over the
     tokens that top_k (needed for it), top_p and min_p kept."""
     stop: Texts = []
-    """Texts that end a completion or a turn, like an end token. The tokens up to the end of the text are kept and
-    trained."""
+    """Texts that end a completion or a turn, like an end token; in a shell a line break is $'\\n'. The tokens up to the
+    end of the text are kept and trained."""
     turns: Annotated[int, Ge(1), Le(64)] = 1
     """Most turns of an episode; an observation follows each turn but the last."""
     max_observation_tokens: Length = 64

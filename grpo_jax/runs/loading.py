@@ -238,6 +238,10 @@ def training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]
     for section, rate in rates.items():
         if not 1e-9 <= rate < 0.1:
             yield f"{section}.learning_rate {rate:g}: an update moves each weight by about that; usual are 1e-7 to 1e-2"
+    values = flat(config.model_dump())
+    for name in ("sampling.stop", "data.instruction", "data.system_prompt"):
+        if "\\n" in "".join(values[name]):
+            yield f"{name} holds a backslash and an n: a line break is $'\\n' in a shell and \"\\n\" in YAML"
     yield from options_without_effect(config)
     algorithm = config.algorithm
     if not (any(rewards.weights.values()) or algorithm.overlong_buffer or algorithm.advantage == "opd"):

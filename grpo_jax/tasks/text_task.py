@@ -78,5 +78,9 @@ class Text(Task):
             ends = [0, self.seeds, self.seeds + self.seeds // 16, self.seeds + self.seeds // 16 * 2]
             made = [[episodes.make_row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
             prompts, source = make_prompt_set(*made), f"{self.seeds} of {next(iter(episodes.boxes))}"
+        each = [name for name, box in episodes.boxes.items() if getattr(box.kind, "reward_each_turn", False)]
+        if each and setup.config.algorithm.turn_advantage == "last":
+            line = "warning: only the last turn's reward trains; for each turn's set algorithm.turn_advantage return"
+            setup.info("tools", f"{line} ({', '.join(each)}.reward_each_turn)")
         environment = TurnEnvironment(episodes.runner.step, role="tool", start_episode=episodes.start_episode)
         return TaskData(prompts, episodes.rewards(), source=source, environment=environment)

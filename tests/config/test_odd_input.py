@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -19,7 +20,7 @@ from grpo_jax.errors import UserError, read_options, run_cli, run_parser
 from grpo_jax.predict import load_rewriter
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.loading import options_without_effect
+from grpo_jax.runs.loading import options_without_effect, training_warnings
 from grpo_jax.runs.policy import run_config
 from grpo_jax.train import main
 
@@ -194,7 +195,17 @@ def test_options_that_the_run_does_not_read_are_named(tmp_path):
     assert not [*options_without_effect(parse(["--task=text"]))]
 
 
+def test_a_line_break_that_a_shell_left_as_letters_is_named():
+    rewards = SimpleNamespace(weights={"one": 1.0})
+    assert parse(["--task=text", "--sampling.stop", "\n"]).sampling.stop == ["\n"]
+    (line,) = training_warnings(parse(["--task=text", "--sampling.stop=\\n", "--data.instruction={prompt}\n"]), rewards)
+    assert line == "sampling.stop holds a backslash and an n: a line break is $'\\n' in a shell and \"\\n\" in YAML"
+    (line,) = training_warnings(parse(["--task=text", "--data.instruction={prompt}\\nBriefly."]), rewards)
+    assert line.startswith("data.instruction holds")
+
+
 def test_predict_takes_lines_and_no_records(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    assert predict.main(["--run", str(tmp_path), "--file", str(tmp_path / "a.jsonl")]) == 2
-    assert "--file: expected a text with a prompt on each line, got the records of" in capsys.readouterr().err
+    for name in ("a.jsonl", "a.parquet"):
+        (tmp_path / name).write_text('{"prompt": "a"}\n')
+        assert predict.main(["--run", str(tmp_path), "--file", str(tmp_path / name)]) == 2
+        assert "--file: expected a text with a prompt on each line, got the records of" in capsys.readouterr().err

@@ -446,6 +446,8 @@ def test_each_episode_has_its_own_row_and_object(home, tmp_path):
         assert [row["reward/reward"] for row in turns] == [row["turn"] for row in turns]
         shown |= {row["observation"] for row in turns if row["completion"] == WORDS["take"]}
     assert shown - {None} == {"4 of 3"}
+    warning = "warning: only the last turn's reward trains; for each turn's set algorithm.turn_advantage return"
+    assert f"{warning} (Cards.reward_each_turn)" in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys):

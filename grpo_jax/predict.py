@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,14 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
-from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.errors import UserError, command, exit_process, extras_named, run_parser
 
 if TYPE_CHECKING:
     from grpo_jax.config.run import Config
     from grpo_jax.models.policy import Policy
     from grpo_jax.rollout.data import Row
-    from grpo_jax.rollout.env import Episode
+    from grpo_jax.rollout.env import Turn
     from grpo_jax.sampling.decoding import Samples
 
 
@@ -44,8 +42,8 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself if the policy's answer is invalid.
-        Pictures are paths, bytes, PIL images or arrays, as in a row of the data. With several turns
-        (sampling.turns) the run's environment answers between them, and the rewrite is that of the last turn.
+        Pictures are paths, bytes, PIL images or arrays, as in a row of the data. With several turns the run's
+        environment answers between them, and the last turn is returned.
 
     Raises:
         UserError: There is no such run or checkpoint, or a required package is missing.
@@ -54,29 +52,21 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     if run_config(run_dir).sampling.turns > 1:
         play = make_player(run_dir, checkpoint)
-        return lambda prompt, pictures=(): play(prompt, pictures).last.completion
+        return lambda prompt, pictures=(): play(prompt, pictures).completion
     config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
     return make_rewriter(config, policy)
 
 
-def make_player(
-    run_dir: str | Path, checkpoint: str, exit_stack: ExitStack | None = None
-) -> Callable[[str, Sequence[object]], Episode]:
-    """Load a run with its environment and judges; return play(prompt, pictures) → the greedy episode.
-
-    Rewards that `run` was given in Python are missing.
-    """
+def make_player(run_dir: str | Path, checkpoint: str, exit_stack: ExitStack | None = None) -> Callable[..., Turn]:
+    """Load a run with its environment and judges; return play(prompt, pictures=()) → its greedy episode's last turn."""
     from grpo_jax.runs.evaluation import InferenceSession
-    from grpo_jax.runs.policy import run_config
 
-    given = [section.called for section in run_config(run_dir).rewards if section.name.startswith(IN_PYTHON)]
-    rewards = dict.fromkeys(given, lambda completions: [None] * len(completions))
-    session = InferenceSession(run_dir, lambda *_: None, exit_stack, rewards)
+    session = InferenceSession(run_dir, lambda *_: None, exit_stack)
 
-    def play(prompt: str, pictures: Sequence[object] = ()) -> Episode:
+    def play(prompt: str, pictures: Sequence[object] = ()) -> Turn:
         if pictures:
             raise UserError("pictures: a run of several turns, or one that draws, takes prompts of text alone")
-        return session.write(session.row(prompt, 1), checkpoint)[0]
+        return session.write(session.row(prompt, 1), checkpoint)[0].last
 
     return play
 
@@ -151,31 +141,24 @@ def _predict(options: argparse.Namespace) -> None:
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
     with ExitStack() as exit_stack:
-        if options.pictures is None:
-            rewrite = functools.partial(load_rewriter(options.run, options.checkpoint), pictures=options.picture)
-        else:
-            rewrite = _make_painter(options, exit_stack)
-        for prompt in prompts:
-            text = rewrite(prompt)
+        named = options.run, options.checkpoint
+        rewrite = make_player(*named, exit_stack) if options.pictures else load_rewriter(*named)
+        for number, prompt in enumerate(prompts):
+            answer = rewrite(prompt, options.picture)
+            text = answer if isinstance(answer, str) else _draw(answer, options.pictures / f"{number}.png")
             as_json = options.json or options.file is not None
             print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
 
 
-def _make_painter(options: argparse.Namespace, exit_stack: ExitStack) -> Callable[[str], str]:
-    """Return rewrite(prompt), which also writes each answer's picture to a folder."""
+def _draw(turn: Turn, path: Path) -> str:
+    """Write a turn's picture; return its completion."""
     from grpo_jax.rollout.pictures import png
 
-    play, numbers = make_player(options.run, options.checkpoint, exit_stack), itertools.count()
-
-    def rewrite(prompt: str) -> str:
-        turn = play(prompt, options.picture).last
-        if turn.image is None:
-            raise UserError(f"--pictures: {options.run} has no renderer, or it drew no picture of {turn.completion!r}")
-        options.pictures.mkdir(parents=True, exist_ok=True)
-        (options.pictures / f"{next(numbers)}.png").write_bytes(png(turn.image))
-        return turn.completion
-
-    return rewrite
+    if turn.image is None:
+        raise UserError(f"--pictures: the run has no renderer, or it drew no picture of {turn.completion!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(turn.image))
+    return turn.completion
 
 
 def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:

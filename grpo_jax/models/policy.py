@@ -20,7 +20,7 @@ from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Cache, Context, LayerInput, Prefix, choose_attention, platform_of
 from grpo_jax.models.decoder import Decoder, fuse_projections, fused_config, separate, unstack_and_fuse
 from grpo_jax.models.hf import folder as hf
-from grpo_jax.models.hf.chat import Message, Tokenizer, conversation_encoder
+from grpo_jax.models.hf.chat import Message, Tokenizer, conversation_encoder, decoded, pad
 from grpo_jax.models.hf.peft import load_adapters, lora_config, save_adapters
 from grpo_jax.models.hf.weights import shapes
 from grpo_jax.models.hf_config import as_user_error
@@ -104,7 +104,7 @@ class Policy:
         """
         variables, tokens, mask, pictures = self._over_prompts(variables, tokens, mask, pictures)
         mask = mask.astype(bool)
-        self._check_room("tokens", mask, 0)
+        self.check_room("tokens", mask, 0)
         prompts = prompt_context(self.config, mask, tokens, pictures)
         hidden, (keys, values) = self._run(variables, jnp.where(mask, tokens, 0), prompts.context)
         read = prompts.context.prompt, prompts.lengths, prompts.advance
@@ -166,7 +166,7 @@ class Policy:
             variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, observations
         )
         prompt_mask, mask = prompt_mask.astype(bool), mask.astype(bool)
-        self._check_room("prompt_tokens", prompt_mask, tokens.shape[2])
+        self.check_room("prompt_tokens", prompt_mask, tokens.shape[2])
         prompts = prompt_context(self.config, prompt_mask, prompt_tokens, pictures)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
         if steps is None:
@@ -300,7 +300,7 @@ class Policy:
             variables = {**variables, "params": {**params, "embed_positions": positions}}
         return variables, *self._spread(arrays)
 
-    def _check_room(self, name: str, mask: jax.Array, steps: int) -> None:
+    def check_room(self, name: str, mask: jax.Array, steps: int) -> None:
         """Refuse more tokens than positions; under jit only the completions' length is known here."""
         limit = self.max_positions
         if limit is None:
@@ -386,18 +386,13 @@ class Policy:
         chat = bool(getattr(self.tokenizer, "chat_template", None))
         encode = conversation_encoder(self.tokenizer, chat=chat, vocab_size=self.config.vocab_size)
         ids = [encode([Message("user", (prompt,))]) for prompt in prompts]
-        width = max(map(len, ids))
-        tokens = np.full((len(ids), width), self.pad_id, np.int32)
-        mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])
-        for row, entry in zip(tokens, ids, strict=True):
-            row[width - len(entry) :] = entry
-        return tokens, mask
+        return pad(ids, max(map(len, ids)), self.pad_id, left=True)
 
     def decode(self, samples: PyTree) -> list[list[str]]:
         """Decode a sampler's completions to strings `[P][G]`, without special tokens."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
-            [self.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(*group, strict=True)]
+            [decoded(self.tokenizer, row[real]) for row, real in zip(*group, strict=True)]
             for group in zip(tokens, mask, strict=True)
         ]
 

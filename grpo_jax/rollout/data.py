@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -248,17 +247,6 @@ class Encoded(NamedTuple):
     tokens: np.ndarray
     mask: np.ndarray
     pictures: Pictures | None = None
-
-
-def pad(
-    encoded: Sequence[Sequence[int]], width: int, pad_id: int, *, left: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pad token lists to one array i32 [N, width] and its mask bool [N, width]; none may be longer."""
-    mask = np.arange(width) < np.array([len(tokens) for tokens in encoded])[:, None]
-    mask = mask[:, ::-1] if left else mask
-    array = np.full(mask.shape, pad_id, np.int32)
-    array[mask] = [*itertools.chain.from_iterable(encoded)]
-    return array, mask
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:

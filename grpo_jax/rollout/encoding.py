@@ -19,12 +19,12 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf.chat import conversation_encoder, knows_option
+from grpo_jax.models.hf.chat import conversation_encoder, decoded, knows_option, pad
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import Encoded, Row, map_pictures, messages_of, pad, row_facts, text_bytes
+from grpo_jax.rollout.data import Encoded, Row, map_pictures, messages_of, row_facts, text_bytes
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
 from grpo_jax.rollout.tools import toolboxes
 from grpo_jax.sampling.sampler import bucket_size
@@ -71,20 +71,13 @@ def make_encode(
 ) -> Callable[[Sequence[Row]], Encoded]:
     """Make encode(rows) → `Encoded`.
 
-    The user's text stays text: only template and instruction may add special tokens and picture placeholders.
-    UserError for a prompt that is too long or has no tokens, for prompts that are all equal, or for an unusable
-    picture.
+    The user's text stays text: only template and instruction may add special tokens and picture placeholders. The
+    longest of `rows` sets L, and their pictures set the sizes, so all batches have few shapes. Beyond 4096 rows without
+    pictures, only the longest texts, and all that could exceed a limit, are encoded beforehand; a batch with a longer
+    row is wider. `image_processor` is called if a row has pictures.
 
-    Args:
-        section: Form, instruction, and the limit of a prompt's tokens, including its pictures'.
-        pad_id: Token of the left padding.
-        vocab_size: V, the model's; a token beyond it is refused.
-        rows: Rows whose longest sets L, and whose pictures set the sizes, so all batches have few shapes. Beyond 4096
-            rows without pictures, only the longest texts, and all that could exceed the limit, are encoded beforehand;
-            a batch with a longer row is wider.
-        image_processor: Called if a row has pictures.
-        context_length: Limit of a prompt's tokens plus its completion's (max_position_embeddings).
-        completion_tokens: Limit of the tokens after a prompt.
+    UserError for a prompt that is too long (data.max_prompt_tokens, or with `completion_tokens` the `context_length`),
+    has no tokens or one beyond `vocab_size`, for prompts that are all equal, or for an unusable picture.
     """
     facts = row_facts(rows)
     processor = image_processor() if image_processor is not None and facts["pictures"].any() else None
@@ -306,15 +299,12 @@ def make_decode(
     In the form "append" a completion continues its prompt.
     """
 
-    def text_of(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
     def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
         ids = [int(token) for token in tokens]
-        text = text_of(ids)
+        text = decoded(tokenizer, ids)
         if form == "append":  # keep the space before the first word, which a tokenizer drops
             start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-            head, whole = text_of(start), text_of(start + ids)
+            head, whole = decoded(tokenizer, start), decoded(tokenizer, start + ids)
             text = whole[len(head) :] if whole.startswith(head) else text
         return text, read(text, prompt)
 

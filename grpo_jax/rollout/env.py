@@ -2,9 +2,6 @@
 
 An `Env` is batched and stateless: the episode holds its own history. `rollout.env_adapters` makes one of classes, and
 `rollout.tools` of Python functions.
-
-    def step(rows, episodes):
-        return [Observation("try again") for row, episode in zip(rows, episodes)]
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ import numpy as np
 from grpo_jax.config.copies import own_copy
 from grpo_jax.config.files import require_text
 from grpo_jax.errors import UserError, failures_as, one_line
-from grpo_jax.models.hf.chat import observation_encoder
+from grpo_jax.models.hf.chat import observation_encoder, pad
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, place_pictures
-from grpo_jax.rollout.data import Encoded, Row, pad
+from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.pipeline import set_current_judge
 from grpo_jax.rollout.user_code import as_list, reason_of
@@ -90,10 +87,6 @@ class Episode:
     def completions(self) -> tuple[str, ...]:
         """Return the parsed completions of all turns."""
         return tuple(turn.completion for turn in self.turns)
-
-    def with_last(self, **changes: object) -> Episode:
-        """Return the episode with fields of its last turn replaced."""
-        return replace(self, turns=(*self.turns[:-1], replace(self.last, **changes)))
 
     def on_host(self, *, pictures: bool) -> Episode:
         """Return the episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
@@ -166,9 +159,8 @@ def make_encode_observation(
 ) -> EncodeObservation:
     """Make the function that encodes an observation to the tokens between two completions.
 
-    An observation is a message of `role` with at most `limit` tokens (sampling.max_observation_tokens). The function
-    raises `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as
-    for prompts. UserError if the template cannot continue after an observation.
+    The function raises `EnvError` for an observation of more than `limit` tokens (sampling.max_observation_tokens), or
+    of none. UserError if the template, with `template_options` as for prompts, cannot continue after one of `role`.
     """
     picture = () if vision is None else vision.picture_tokens[:3]
     encode = observation_encoder(

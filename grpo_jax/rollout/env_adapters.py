@@ -1,8 +1,4 @@
-"""Two kinds of classes as an `Env`: with `reset` and `step`, or TRL's environment factory (`data.tools`).
-
-Each episode has one object. The public methods of TRL's class are tools; its `reset(**row)` begins the episode and may
-add to its prompt, and its `get_reward()` may judge it.
-"""
+"""Two kinds of classes as an `Env`, one object for each episode: with `reset` and `step`, or TRL's (`data.tools`)."""
 
 from __future__ import annotations
 
@@ -32,10 +28,6 @@ class Step(NamedTuple):
     done: bool
 
 
-Start = tuple[str, int]
-"""Kind of an episode's environment, and its seed."""
-
-
 @dataclass
 class _Play:
     """An episode's environment, once it is made, and the results of its steps so far."""
@@ -61,7 +53,7 @@ class EnvRunner:
         step: Callable[[Any, str, bool], object] = lambda environment, text, final: environment.step(text),
     ):
         self._makers, self._seed, self._step = makers, seed, step
-        self._prompts: dict[Start, str] = {}  # `_words` of each
+        self._prompts: dict[tuple[str, int], str] = {}  # `_words` by kind and seed
 
     def prompt(self, kind: str, seed: int, method: str) -> Any:
         """Return the prompt of a seed; UserError, which names the `method`, if reset fails."""
@@ -106,7 +98,7 @@ class EnvRunner:
         starts = zip(columns["environment"], columns[self._seed], strict=True)
         return all_finished(map(self._run_episode, starts, columns["episodes"]))
 
-    async def _run_episode(self, start: Start, episode: Episode) -> _Play:
+    async def _run_episode(self, start: tuple[str, int], episode: Episode) -> _Play:
         """Step an episode's environment up to its last completion."""
         play: Any = episode.memory.setdefault(self, _Play())
         texts = episode.completions
@@ -126,7 +118,7 @@ class EnvRunner:
             play.steps.append(step)
         return play
 
-    def _check_prompt(self, start: Start, prompt: object) -> None:
+    def _check_prompt(self, start: tuple[str, int], prompt: object) -> None:
         """Raise BadReturn if the words of an episode's reset are not those that the policy reads."""
         shown = self._prompts.get(start, words := _words(prompt))
         if shown != words:
@@ -176,7 +168,7 @@ class ToolEpisodes:
         kind = self._kind_of(row)
         columns = {name: value for name, value in row.columns.items() if name != "environment"}
         self._rows[row.id] = {**columns, "prompt": as_chat_messages(row) if row.messages else row.prompt}
-        content = self._reset(kind, row.id)
+        content = self.runner.prompt(kind, row.id, f"data.tools: {kind}.reset")
         parts, sources = read_content(content)
         messages, mark, start = row.messages, PICTURE_MARK, ""
         if messages and content:
@@ -205,7 +197,7 @@ class ToolEpisodes:
     def make_row(self, number: int) -> dict[str, object]:
         """Return a row whose prompt is the content of its object's `reset`; UserError if that fails or is empty."""
         (kind,) = self.boxes
-        content = self._reset(kind, number)
+        content = self.runner.prompt(kind, number, f"data.tools: {kind}.reset")
         if isinstance(content, str) and not content.strip():
             raise UserError(
                 f"data.tools: {kind}.reset returned no text for a prompt: let it return one, or name a file of prompts "
@@ -213,9 +205,6 @@ class ToolEpisodes:
             )
         prompt = content if isinstance(content, str) else [{"role": "user", "content": content}]
         return {"prompt": prompt, "environment": kind, _ID: number}
-
-    def _reset(self, kind: str, number: int) -> str | list[Any]:
-        return self.runner.prompt(kind, number, f"data.tools: {kind}.reset")
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments` for rewards: each episode's object, None if it could not be made."""

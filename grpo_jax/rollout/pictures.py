@@ -57,12 +57,10 @@ class RenderedImages(NamedTuple):
 
 
 def source_of(value: object, base: Path | None) -> Source:
-    """Read a data set's value of a picture; raises ValueError.
+    """Read a data set's value of a picture; raises ValueError. Paths are relative to `base`, None for here.
 
-    Args:
-        value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as in Hugging Face datasets;
-            {"url": …} or {"base64": …} as in chat messages; a picture in memory.
-        base: The folder that paths are relative to; None for the working directory.
+    It is a path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as in Hugging Face datasets; {"url": …} or
+    {"base64": …} as in chat messages; a picture in memory.
     """
     if isinstance(value, Mapping):
         # Prefer bytes to the path, which may belong to another machine.

@@ -39,7 +39,8 @@ Data = str | Path | Records | Iterable[Mapping[str, object]]
 """Name of a data set, or records, each like a line of a ``.jsonl`` file."""
 ROLES = ("system", "user", "assistant")
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
-_UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")  # which templates may write
+UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""Keys of a message that a chat template may write, but no message here has."""
 
 
 def prompts_of(config: Config) -> PromptSet:
@@ -63,25 +64,10 @@ def load_prompts(
     validation: Data = "",
     test: Data = "",
 ) -> PromptSet:
-    """Read a data set.
+    """Read a data set (docs/data.md): one with a column ``split``, or with `held_out` for `split_places`.
 
-    A ``.jsonl`` file has one object per line: ``prompt`` (a string, or chat messages), optionally ``image`` or
-    ``images`` (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further
-    columns, which the rewards receive. A ``.parquet`` file, a saved Hugging Face data set and ``hub:OWNER/NAME``, a
-    data set of the hub, have the same columns. A ``.csv`` or ``.tsv`` file names its columns in the first line, and
-    all its values are strings. A ``.txt`` file has one prompt per line. ``builtin``, ``builtin:plain``,
-    ``builtin:attributes`` and ``builtin:crowded`` are the package's own prompts. Blank lines are skipped. A prompt
-    that occurs twice is drawn twice as often, but may not occur in two splits.
-
-    Args:
-        held_out: Without a ``split`` column: number (int) or share (float) of the different prompts to hold out for
-            testing, and as many again for validation (`split_places`).
-        columns: {name: the name in the data}.
-        validation: A separate data set for validation. With it, or with
-        test: one for testing, all of `data` is for training.
-
-    Raises:
-        UserError: The file is missing, unreadable or empty, or has bad lines: it names the first and counts all.
+    `columns` are {name: the name in the data}. With separate data sets for validation or testing, all of `data` is for
+    training. UserError if a file is missing, unreadable or empty, or has bad lines: it names the first and counts all.
     """
     if validation or test:
         return _separate((data, validation, test), columns, apart=True)
@@ -215,8 +201,8 @@ def read_message(message: Any, sources: list[Source | None], base: Path | None) 
     if not isinstance(content, str | list | tuple) or message.get("role") not in ROLES:
         expected = f'{{"role": {" | ".join(ROLES)}, "content": text or a list of parts}}'
         raise ValueError(f"expected {expected}, got {short_repr(message, 40)}")
-    if unread := unread_keys(message):
-        raise ValueError(f"{unread[0]} is not read: write it into the content, as the policy would")
+    if lost := [name for name in UNREAD_KEYS if message.get(name)]:
+        raise ValueError(f"{lost[0]} is not read: write it into the content, as the policy would")
     parts: list[Part] = []
     for part in [content] if isinstance(content, str) else content:
         fields = part if isinstance(part, Mapping) else {"type": "text", "text": part}
@@ -231,11 +217,6 @@ def read_message(message: Any, sources: list[Source | None], base: Path | None) 
         else:
             raise ValueError(f'a part must be of type "text", with a text, or "image", got {short_repr(part, 40)}')
     return Message(message["role"], tuple(parts))
-
-
-def unread_keys(message: object) -> list[str]:
-    """Return the keys of a message whose values would be lost."""
-    return [name for name in _UNREAD_KEYS if isinstance(message, Mapping) and message.get(name)]
 
 
 def read_content(content: object) -> tuple[tuple[Part, ...], list[Source]]:

@@ -46,10 +46,8 @@ def read_tasks(place: str, seed: int | None, held_out: float) -> str | Records:
 
     A row has `prompt`, `answer`, `metadata`, `dataset` (its name and options) and `difficulty`, a text. With `held_out`
     above 0 it has a `split` too: that share of a data set's size is for testing, and as much for validation. Held-out
-    rows do not depend on `seed`; None draws them alone. No training row has a held-out prompt.
-
-    Raises:
-        UserError: An unknown data set or option, or too few different prompts.
+    rows do not depend on `seed`; None draws them alone. No training row has a held-out prompt. UserError for an unknown
+    data set or option, or too few different prompts.
     """
     if not place.startswith(PREFIX):
         return place

@@ -23,8 +23,7 @@ from grpo_jax.errors import UserError, one_line, short_name
 
 _HUB = "hub:"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-RECORD_SUFFIXES = (".jsonl", ".json", ".parquet", *_DELIMITERS)
-"""Suffixes of files whose records have columns."""
+RECORD_SUFFIXES = (".jsonl", ".json", ".parquet", *_DELIMITERS)  # of files with columns
 _BATCH_ROWS = 4096  # records per read in a full pass
 _BATCH_BYTES = 2**26
 _SMALL_BYTES = 2**24  # of a file of lines that is read into memory, without `datasets`, which takes a second to import

@@ -1,7 +1,6 @@
 """Call rewards as TRL does, and stack their values; a failed reward is never silently 0.
 
-A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). Prompts are
-flat, each repeated for its G completions. `async def` rewards run concurrently.
+A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array), called flat.
 
 None is a missing reward, and becomes NaN here. `training.estimators.make_objectives` keeps it. `core.advantages`
 excludes it from GDPO's statistics, and replaces it by the group's mean in sums. A completion without any reward has
@@ -114,19 +113,12 @@ def collect_rewards(
     *,
     on_error: Literal["raise", "missing"] = "raise",
 ) -> np.ndarray:
-    """Call every reward once; `async def` rewards run concurrently, in the thread of `event_loop`.
+    """Call every reward once with P·G prompts, completions and values of each column; return f32 [P, G, N].
 
-    Args:
-        rewards: N functions by name. Without ``**columns``, a function receives only its named arguments.
-        prompts: P·G strings, each prompt repeated.
-        completions: P·G strings.
-        columns: P·G values for each of the rewards' other arguments (pictures too).
-        on_error: A reward fails if it raises (SystemExit too), returns the wrong number of values, or a value that is
-            not a finite number. "raise" then raises RewardError; "missing" makes that value missing, or all of them.
-            `StopRun` always propagates.
-
-    Returns:
-        f32[P, G, N]; NaN for a missing reward.
+    Without ``**columns``, a function receives only its named arguments. `async def` rewards run concurrently, in the
+    thread of `event_loop`. A reward fails if it raises (SystemExit too), returns the wrong number of values, or a value
+    that is not a finite number. "raise" then raises RewardError; "missing" makes that value NaN, or all of them.
+    `StopRun` always propagates.
     """
     count = len(completions)
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}

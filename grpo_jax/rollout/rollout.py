@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, PictureInput
-from grpo_jax.rollout.env import Env, EnvSettings, Episode, Observation, Turn, ask_environment
+from grpo_jax.rollout.env import EnvSettings, Episode, Observation, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rewards import ExtraColumns, Score
@@ -37,10 +37,7 @@ GALLERY = 12
 """First held-out prompts whose pictures are kept."""
 _TURN_STREAM = 2**31 - 7  # folded into a prompt's key for the turns after the first
 
-Tree = TypeVar("Tree")
 Sample = EpisodeSampler | Callable[..., Samples]
-Place = tuple[int, int]
-"""(p, g), a completion of a chunk."""
 
 
 class RolloutFns(NamedTuple):
@@ -68,10 +65,6 @@ class RolloutFns(NamedTuple):
         if pictures is None or self.encode_images is None:
             return None, None
         return self.encode_images(variables, pictures)
-
-    def with_step(self, step: Env) -> RolloutFns:
-        """Return the functions with another environment, such as a control."""
-        return self if self.env is None else self._replace(env=self.env._replace(step=step))
 
 
 class Rollout(NamedTuple):
@@ -137,11 +130,6 @@ class Rollout(NamedTuple):
         last = np.array([[len(episode.turns) - 1 for episode in group] for group in self.episodes])
         return np.take_along_axis(values, last[..., None, None], axis=2)[:, :, 0]
 
-    def first_of_each(self) -> Rollout:
-        """Return the first completion of each prompt, without its tokens."""
-        groups = [group[:1] for group in self.episodes]
-        return Rollout(self.rows, groups, self.rewards[:, :1], self.eval_rewards[:, :1], columns=self.columns)
-
     def pick(self, places: Sequence[int] | np.ndarray) -> Rollout:
         """Return the groups at some places."""
         arrays = (self.samples, self.prompt_tokens, self.prompt_mask, self.pictures)
@@ -167,15 +155,9 @@ def collect(
 ) -> Rollout:
     """Sample and judge one batch, two chunks at a time.
 
-    Args:
-        sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples, with pictures=`PictureStates` if the
-            prompts have pictures. An `EpisodeSampler` in multi-turn tasks.
-        key: The run's key.
-        iteration: Selects the random numbers in training; None in evaluation, whose numbers are fixed.
-
-    Raises:
-        Stopped: A stop was requested.
-        StageError: A stage failed.
+    `sample` is sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples, with pictures=`PictureStates` if the
+    prompts have pictures, or an `EpisodeSampler`. `iteration` selects random numbers from the run's `key`; None in
+    evaluation, whose numbers are fixed. Raises Stopped on a stop request, StageError if a stage fails.
     """
     work = work or Work()
     keys = prompt_keys(key, EVALUATION_STREAM if iteration is None else iteration, rows)
@@ -271,12 +253,13 @@ class _Chunk:
         return Rollout(*judged, stream, prompt.tokens, prompt.mask, pictures)
 
     @property
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[tuple[int, int]]:
         return [(int(p), int(g)) for p, g in np.argwhere(self.active)]
 
-    def _change_last(self, place: Place, **values: object) -> None:
+    def _change_last(self, place: tuple[int, int], **values: object) -> None:
         p, g = place
-        self.episodes[p][g] = self.episodes[p][g].with_last(**values)
+        *before, last = self.episodes[p][g].turns
+        self.episodes[p][g] = replace(self.episodes[p][g], turns=(*before, replace(last, **values)))
 
     def _read_turn(self, samples: Samples, *, final: bool) -> None:
         """Add the samples to the active episodes."""
@@ -372,7 +355,7 @@ class _Chunk:
         ]
 
 
-def _tokens(samples: Samples, place: Place) -> np.ndarray:
+def _tokens(samples: Samples, place: tuple[int, int]) -> np.ndarray:
     return np.asarray(samples.tokens[place])[np.asarray(samples.mask[place])]
 
 

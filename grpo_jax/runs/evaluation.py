@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.fields import require
+from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.models.sharding import on_host
@@ -21,7 +21,6 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Rollout, collect, judge
 from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -76,7 +75,9 @@ def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, samp
     measures = means(ctx, rollout)
     measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
     measures |= turn_measures(rollout, ctx.measure_names)
-    return Evaluation(measures, rollout.first_of_each(), sample_measures(ctx, rollout) if count > 1 else None)
+    parts = [group[:1] for group in rollout.episodes], rollout.rewards[:, :1], rollout.eval_rewards[:, :1]
+    first = Rollout(rollout.rows, *parts, columns=rollout.columns)
+    return Evaluation(measures, first, sample_measures(ctx, rollout) if count > 1 else None)
 
 
 def configured_eval_rewards(ctx: RunContext) -> list[str]:
@@ -174,8 +175,9 @@ def measure_all(ctx: RunContext, variables: Variables, *, references: bool = Tru
     if not rows:
         return {}
     evaluations = {"greedy": evaluate(ctx, variables, rows)}
-    for control, step in ctx.task_data.environment.controls.items() if ctx.fns.env else ():
-        controlled = evaluate(ctx._replace(fns=ctx.fns.with_step(step)), variables, rows)
+    for control, step in ctx.task_data.environment.controls.items() if (env := ctx.fns.env) else ():
+        fns = ctx.fns._replace(env=env and env._replace(step=step))
+        controlled = evaluate(ctx._replace(fns=fns), variables, rows)
         for name in ctx.measure_names:
             evaluations["greedy"].measures[f"{name}_{control}"] = controlled.measures[name]
     if ctx.config.evaluation.samples:
@@ -231,15 +233,11 @@ class InferenceSession:
     A failing judge is always an error, whatever the config of `ctx`, the run.
     """
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        info: Info,
-        exit_stack: ExitStack | None,
-        rewards: Mapping[str, Reward] = MappingProxyType({}),
-    ):
-        """Load a directory's run, with `rewards` by label in place of its own; `exit_stack` closes its judges."""
+    def __init__(self, run_dir: str | Path, info: Info, exit_stack: ExitStack | None):
+        """Load a directory's run; `exit_stack` closes its judges. Rewards that only Python had are missing."""
         config = run_config(run_dir).replace(on_judge_error="stop")
+        given = [section.called for section in config.rewards if section.name.startswith(IN_PYTHON)]
+        rewards = dict.fromkeys(given, lambda completions: [None] * len(completions))
         self.ctx = load(config, info, rewards=rewards, exit_stack=exit_stack)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         policy = self.ctx.policy

@@ -174,8 +174,7 @@ def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -
         "truncated": float(samples.truncated.mean()),
     }
     row |= turn_metrics(rollout, ctx.fns.reward_names, ctx.fns.eval_reward_names)
-    if results := tool_results(ctx, rollout):
-        row["tool_errors"] = sum(text.startswith(ERROR) for text in results) / len(results)
+    row |= {"tool_errors": tool_errors(rollout)[0]} if ctx.config.data.tool_names else {}
     prompts = [row.prompt for row in rollout.rows]
     return row | ctx.task_data.report.statistics(prompts, rollout.texts, rollout.valid.tolist())
 
@@ -202,13 +201,12 @@ def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequenc
     return row | {"turns": float((lengths > 0).sum(-1).mean()), "observation_tokens": float(answered.mean())}
 
 
-def tool_results(ctx: RunContext, rollout: Rollout) -> list[str]:
-    """Return the results of data.tools that the policy read."""
-    if not ctx.config.data.tool_names:
-        return []
+def tool_errors(rollout: Rollout) -> tuple[float, str]:
+    """Return the share of errors among the results of data.tools, NaN without a result, and the last result."""
     turns = (turn for group in rollout.episodes for episode in group for turn in episode.turns)
     answers = [turn.observation for turn in turns if turn.observation is not None and not turn.observation.done]
-    return [text for answer in answers for text in answer.messages or (answer.text,)]
+    results = [text for answer in answers for text in answer.messages or (answer.text,)]
+    return present_mean(np.array([text.startswith(ERROR) for text in results], float)), ["", *results][-1]
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -278,11 +276,10 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
             constant[name] = [value, count + 1 if last == value else 1]
     cut = rollout.samples is not None and rollout.samples.truncated.all()
     truncated = notes.truncated + 1 if cut else 0
-    results = tool_results(ctx, rollout)
-    failed = bool(results) and all(text.startswith(ERROR) for text in results)
-    failing = (notes.failing_tools[0] + 1, results[-1]) if failed else (0, "")
-    changed = {"streaks": streaks, "constant": constant, "range": ranges, "truncated": truncated}
-    return notes._replace(**changed, failing_tools=failing)
+    share, last = tool_errors(rollout) if ctx.config.data.tool_names else (0.0, "")
+    failing = (notes.failing_tools[0] + 1, last) if share == 1 else (0, "")
+    streaked = notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated)
+    return streaked._replace(failing_tools=failing)
 
 
 def streak_warnings(ctx: RunContext, notes: Notes, done: int) -> list[str]:

@@ -15,13 +15,13 @@ import numpy as np
 from grpo_jax.config.fields import require
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import Stopped, UserError, short_repr
-from grpo_jax.models.hf.chat import special_ids
+from grpo_jax.models.hf.chat import decoded, special_ids
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at
 from grpo_jax.rollout.encoding import follows_text
 from grpo_jax.rollout.env import as_observation, prepared
-from grpo_jax.rollout.prompts import unread_keys
+from grpo_jax.rollout.prompts import UNREAD_KEYS
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.session import Notes, Record
@@ -58,8 +58,7 @@ def run_sft(ctx: RunContext, info: Callable[[str], None]) -> Variables:
 
     It trains the same weights as the run (all, or the adapters). It takes over the weights in `ctx.policy.variables`,
     which cannot be read afterwards. Training matches sampling: the distribution is over the allowed tokens, and
-    completions end as the sampler's (`supervised_tokens`). Pairs with a forbidden token are skipped, and their number
-    is logged.
+    completions end as the sampler's (`supervised_tokens`).
     """
     config, section, data = ctx.config, ctx.config.sft, ctx.task_data
     source = completion_pairs(data.prompts.train) if data.pairs is None else data.pairs()
@@ -117,12 +116,14 @@ def completion_pairs(rows: Sequence[Row]) -> Iterator[Pair]:
     another value.
     """
     for row in rows:
-        match value := row.columns.get("completion"):
-            case str(text) | [{"role": "assistant", "content": str(text)}] if text and not unread_keys(value[-1]):
+        match row.columns.get("completion"):
+            case [{"role": "assistant", "content": str(text), **rest}] if text and not any(map(rest.get, UNREAD_KEYS)):
+                yield row, text
+            case str(text) if text:
                 yield row, text
             case None | "":
                 continue
-            case _:
+            case value:
                 expected = "a text, or a list of one assistant message with its whole text as content"
                 require(False, f"completion of row {row.id}", expected, short_repr(value))
 
@@ -146,25 +147,23 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None
 
 def pair_problems(ctx: RunContext, pairs: Sequence[Pair]) -> dict[str, int]:
     """Count the pairs whose texts train something else than they say, by reason."""
-    tokenizer, most, eos_ids = ctx.policy.tokenizer, ctx.config.sampling.max_new_tokens, ctx.policy.eos_ids
-    prompt = ctx.fns.encode([as_row(pairs[0][0])])
-    thought = tokenizer.decode(prompt.tokens[prompt.mask]).rstrip().endswith("</think>")
-    ends = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer).intersection(eos_ids)))
-
-    def is_cut(pair: Pair) -> bool:  # no text has more tokens than bytes
-        long = (text for text in pair[1::2] if len(text.encode()) >= most)
-        return any(supervised_tokens(ctx, as_row(pair[0]).prompt, text)[-1] not in eos_ids for text in long)
-
-    def holding(*marks: str) -> int:
-        return sum(any(mark in text for text in pair[1::2] for mark in marks) for pair in pairs)
-
+    tokenizer, prompt = ctx.policy.tokenizer, ctx.fns.encode([as_row(pairs[0][0])])
+    thought = decoded(tokenizer, prompt.tokens[prompt.mask]).rstrip().endswith("</think>")
+    ends = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer).intersection(ctx.policy.eos_ids)))
+    texts = ["\0".join(pair[1::2]) for pair in pairs]
+    think = "think after prompts that end with </think>: set data.chat_template_options.enable_thinking true"
     return {
-        "are cut at sampling.max_new_tokens, without their end token": sum(map(is_cut, pairs)),
-        f"hold {' or '.join(ends)} as text, before the end token that is added: leave it out": holding(*ends),
-        "think after prompts that end with </think>: set data.chat_template_options.enable_thinking true": (
-            holding("</think>") if thought else 0
-        ),
+        "are cut at sampling.max_new_tokens, without their end token": sum(_is_cut(ctx, pair) for pair in pairs),
+        f"hold {' or '.join(ends)} as text before their end token": sum(any(map(text.count, ends)) for text in texts),
+        think: sum(thought and "</think>" in text for text in texts),
     }
+
+
+def _is_cut(ctx: RunContext, pair: Pair) -> bool:
+    """Return whether a text of a pair has more tokens than a completion; no text has more tokens than bytes."""
+    most = ctx.config.sampling.max_new_tokens
+    long = (text for text in pair[1::2] if len(text.encode()) >= most)
+    return any(supervised_tokens(ctx, as_row(pair[0]).prompt, text)[-1] not in ctx.policy.eos_ids for text in long)
 
 
 def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:

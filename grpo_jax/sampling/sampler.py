@@ -284,13 +284,7 @@ def checked_prompts(
             "prompts and their mask must be [P, L], padded on the left, with a token and a typed threefry key each; "
             f"got {tokens.shape}, {mask.shape} and {keys.dtype} {keys.shape}"
         )
-    limit = getattr(policy, "max_positions", None)
-    longest = int(mask.sum(axis=1).max())
-    if limit is not None and longest + length > limit:
-        raise ValueError(
-            f"prompt and completion must have at most {limit} tokens together, the policy's max_positions; "
-            f"got a prompt of {longest} tokens and max_new_tokens = {length}"
-        )
+    getattr(policy, "check_room", lambda *_: None)("prompts", mask, length)
     return tokens, mask
 
 

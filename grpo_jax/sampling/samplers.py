@@ -13,7 +13,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.chat import Tokenizer, plain_tokens, special_ids
+from grpo_jax.models.hf.chat import Tokenizer, decoded, plain_tokens, special_ids
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
@@ -149,13 +149,8 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
     """Compile stop strings to an automaton over tokens: next states int32 [S, V], from `START`.
 
     Over bytes it is the Aho-Corasick automaton (1975): a state is the longest prefix of a stop string that is a suffix
-    of the text. A token makes several byte steps at once. The token that completes a stop string leads to state S,
-    which has no row.
-
-    Args:
-        stops: The stop strings.
-        first: Bytes that each of V tokens adds to an empty text; b"" for nothing.
-        later: Bytes that each adds to any other text.
+    of the text. A token makes several byte steps at once: `first` are the bytes that each of V tokens adds to an empty
+    text, `later` to any other. The token that completes a stop string leads to state S, which has no row.
     """
     moves, complete = _byte_moves([stop.encode() for stop in stops])
     ended = len(complete)
@@ -245,13 +240,13 @@ def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
 
 def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
     anchor = next((token for token in ordinary if names[token].isascii() and names[token].isalpha()), ordinary[0])
-    start = _decoded(tokenizer, [anchor])
+    start = decoded(tokenizer, [anchor])
     for token in ordinary:
         if byte := _BYTE.fullmatch(names[token]):
             pieces.first[token] = pieces.later[token] = bytes([int(byte.group(1), 16)])
         else:
-            pieces.first[token] = _decoded(tokenizer, [token]).encode()
-            pieces.later[token] = _decoded(tokenizer, [anchor, token]).removeprefix(start).encode()
+            pieces.first[token] = decoded(tokenizer, [token]).encode()
+            pieces.later[token] = decoded(tokenizer, [anchor, token]).removeprefix(start).encode()
 
 
 def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> bool:
@@ -260,13 +255,9 @@ def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> boo
     for _ in range(_CHECKS):
         tokens = random.choice(np.asarray(ordinary), _CHECKED).tolist()
         text = pieces.first[tokens[0]] + b"".join(pieces.later[token] for token in tokens[1:])
-        if _decoded(tokenizer, tokens) != text.decode(errors="replace"):
+        if decoded(tokenizer, tokens) != text.decode(errors="replace"):
             return False
     return True
-
-
-def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _byte_alphabet() -> dict[str, int]:

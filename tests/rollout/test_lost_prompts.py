@@ -27,7 +27,7 @@ def few_positions(policy):
     ("damage", "words", "messages"),
     [
         (lambda policy: (policy / "tokenizer.json").unlink(), (), ["makes the same", "tree'"]),
-        (lambda policy: (policy / "chat_template.jinja").write_text(IGNORES), (), ["leaves out a message of the role user"]),
+        (lambda policy: (policy / "chat_template.jinja").write_text(IGNORES), (), ["leaves out a message"]),
         (lambda _: None, ["--data.max_prompt_tokens=3"], ["data.max_prompt_tokens is 3: shorten it or raise the"]),
         (few_positions, (), ["the policy has 30 (max_position_embeddings in its config.json)", "tree'"]),
     ],

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.hf_config import failures_named
 from grpo_jax.models.vision.config import VisionConfig
@@ -93,6 +95,22 @@ def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False, **options: bool) -> list[int]:
     with failures_named(f"the tokenizer of {_folder(tokenizer)} failed"):
         return list(tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"])
+
+
+def decoded(tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray) -> str:
+    """Return the text of tokens, without special ones and without clean-up of spaces."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def pad(
+    encoded: Sequence[Sequence[int]], width: int, pad_id: int, *, left: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pad token lists to one array i32 [N, width] and its mask bool [N, width]; none may be longer."""
+    mask = np.arange(width) < np.array([len(tokens) for tokens in encoded])[:, None]
+    mask = mask[:, ::-1] if left else mask
+    array = np.full(mask.shape, pad_id, np.int32)
+    array[mask] = [*itertools.chain.from_iterable(encoded)]
+    return array, mask
 
 
 def render_chat(

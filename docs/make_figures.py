@@ -150,7 +150,7 @@ def tasks(source: Path, target: Path, window: int = 3) -> None:
 
 def writer(source: Path, target: Path, window: int = 5) -> None:
     """Pixel accuracy by CPU seconds, ours and TRL's on the same seeds: the means, their range, and dots held out."""
-    runs = [run for run in json.loads(source.read_text())["runs"] if "cpu" in run]
+    runs = [run for run in json.loads(source.read_text())["runs"] if run["pairs"] == 32 and "cpu" in run]
     arms = {arm: {run["seed"]: run for run in runs if run["arm"] == arm} for arm in ("gdpo", "trl")}
     seeds = sorted(arms["gdpo"].keys() & arms["trl"].keys())
     figure, axis = plt.subplots(figsize=(6.2, 3))

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from grpo_jax.core.masking import as_mask, check_shape
 from grpo_jax.core.products import narrow_outer
-from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
+from grpo_jax.core.trie import NARROW, ROOT, Trie, children, first_children, walk
 
 
 def token_logprobs(
@@ -57,7 +57,12 @@ def token_logprobs(
         ValueError: shapes that do not fit, a negative or infinite temperature.
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
-    _check(hidden, head, tokens, temperature)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be of an integer type, got {tokens.dtype}")
+    check_shape("hidden", hidden, (*tokens.shape, hidden.shape[-1]))
+    check_shape("head", head, (head.shape[0], hidden.shape[-1]))
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
     if allowed_tokens is not None and not isinstance(allowed_tokens, tuple):
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
     tokens = tokens.astype(jnp.int32)
@@ -85,15 +90,6 @@ def token_logprobs(
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     """Apply the softcap, cap · tanh(logits / cap), if there is one."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-
-
-def _check(hidden, head, tokens, temperature) -> None:
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens must be of an integer type, got {tokens.dtype}")
-    check_shape("hidden", hidden, (*tokens.shape, hidden.shape[-1]))
-    check_shape("head", head, (head.shape[0], hidden.shape[-1]))
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
 
 
 def wide(dtype) -> type[jnp.floating]:
@@ -245,7 +241,7 @@ def _at_the_root(hidden, head, tokens, trie: Trie, temperature: float, softcap: 
 
 def _among_few(hidden, head, tokens, trie: Trie, nodes, below: int, temperature: float, softcap: float | None):
     """Return the same at narrow nodes, over their first `below` children."""
-    listed, exists = (x[..., :below] for x in narrow_children(trie, nodes))
+    listed, exists = first_children(trie, nodes, below)
     chosen = exists & (listed == tokens[..., None])
     if below == 1:  # an only child has probability 1, whatever the state
         certain = jnp.where(chosen[..., 0], 0.0, -jnp.inf).astype(wide(hidden.dtype))

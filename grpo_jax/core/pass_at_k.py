@@ -48,7 +48,5 @@ def mean_interval(values: np.ndarray) -> Interval:
     if not present.size:
         return Interval(np.nan, np.nan, np.nan)
     mean = float(present.mean())
-    if present.size < 2:
-        return Interval(mean, np.nan, np.nan)
-    half = _95 * float(present.std(ddof=1)) / np.sqrt(present.size)
+    half = _95 * float(present.std(ddof=1)) / np.sqrt(present.size) if present.size > 1 else np.nan
     return Interval(mean, mean - half, mean + half)

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from grpo_jax.core.aggregation import Aggregation, Mean, Normaliser, as_normaliser, loss_normaliser
 from grpo_jax.core.losses import GRPOMetrics, grpo_loss
-from grpo_jax.core.masking import as_float, as_mask, count, masked_std, safe_divide, select
+from grpo_jax.core.masking import as_float, as_mask, masked_std, safe_divide, select
 from grpo_jax.core.surrogates import Clip
 
 
@@ -125,27 +125,10 @@ def value_loss(
         bounded = jnp.square(jnp.clip(predicted, old - clip, old + clip) - target)
         # If both are equal, the prediction is within its bounds and keeps its gradient.
         clipped = bounded > squared
-        per_step = 0.5 * jnp.where(clipped, bounded, squared)
-    else:
-        per_step = 0.5 * squared
-    total = jnp.sum(per_step)
-    metrics = _value_metrics(total, clipped, predicted, target, mask)
-    return safe_divide(total, whole.tokens), jax.lax.stop_gradient(metrics)
-
-
-def _value_metrics(total, clipped, values, returns, mask) -> ValueMetrics:
-    """Compute means over steps of arrays that are 0 where the mask is False."""
-    steps = count(mask, dtype=values.dtype)
-
-    def mean(x):
-        return Mean(jnp.sum(x.astype(values.dtype)), steps)
-
-    return ValueMetrics(
-        loss=Mean(total, steps),
-        clip_fraction=mean(clipped),
-        value=mean(values),
-        target=mean(returns),
-    )
+        squared = jnp.where(clipped, bounded, squared)
+    per_step = {"loss": 0.5 * squared, "clip_fraction": clipped, "value": predicted, "target": target}
+    means = {name: Mean(jnp.sum(x.astype(predicted.dtype)), local.tokens) for name, x in per_step.items()}
+    return safe_divide(means["loss"].total, whole.tokens), jax.lax.stop_gradient(ValueMetrics(**means))
 
 
 def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> jax.Array:

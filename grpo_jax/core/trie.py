@@ -113,17 +113,8 @@ def widest_below(trie: Trie) -> int:
     return max(1, int(np.diff(np.asarray(trie.first))[ROOT + 1 :].max()))
 
 
-def text_count(trie: Trie) -> int:
-    """Return the number of sequences in the trie."""
-    return int((np.asarray(trie.text) >= 0).sum())
-
-
-def narrow_children(trie: Trie, nodes: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Return the nodes' first children: int [..] → tokens int32 and existence bool, both [.., NARROW]."""
-    return _first_children(trie, jnp.asarray(nodes), NARROW)
-
-
-def _first_children(trie: Trie, nodes: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def first_children(trie: Trie, nodes: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the nodes' first children: int [..] → tokens int32 and existence bool, both [.., count]."""
     here = jnp.maximum(nodes, 0)
     edges = trie.first[here][..., None] + jnp.arange(count)
     exists = (edges < trie.first[here + 1][..., None]) & (nodes >= 0)[..., None]
@@ -135,7 +126,7 @@ def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
     nodes = jnp.asarray(nodes)
     flat = nodes.reshape(-1)
     edges = len(trie.first) - 2
-    listed, _ = _first_children(trie, flat, len(trie.token) - edges)
+    listed, _ = first_children(trie, flat, len(trie.token) - edges)
     mask = jnp.zeros((len(flat), trie.vocab_size), bool)
     mask = mask.at[jnp.arange(len(flat))[:, None], listed].set(True, mode="drop")
     if len(trie.wide):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.trie import Trie, depth_of, text_count
+from grpo_jax.core.trie import Trie, depth_of
 from grpo_jax.models.attention import Cache, of_paths
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.decoding import Array, move
@@ -37,8 +37,16 @@ class Ranking(NamedTuple):
 
 def make_ranker(policy: Policy, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
     """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts of bounded memory."""
-    levels = levels_of(trie)
-    rank_some = over_buckets(_by_scores(make_scores(policy, levels), text_count(trie)), policy, pad_id, depth_of(trie))
+    levels, count = levels_of(trie), int((np.asarray(trie.text) >= 0).sum())
+    score = make_scores(policy, levels)
+
+    @jax.jit
+    def rank_bucket(variables, prompts, mask, keys, real, pictures) -> Ranking:
+        scores = score(variables, prompts, mask, pictures)
+        order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]  # unused indices come last
+        return Ranking(order.astype(jnp.int32), jnp.take_along_axis(scores, order, axis=1))
+
+    rank_some = over_buckets(rank_bucket, policy, pad_id, depth_of(trie))
     most = max(1, min(_MOST_PROMPTS, _MOST_NUMBERS // numbers_of(policy, levels)))
 
     def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
@@ -50,16 +58,6 @@ def make_ranker(policy: Policy, *, pad_id: int, trie: Trie) -> Callable[..., Ran
             some_pictures = jax.tree.map(lambda x, part=part: x[part], pictures)
             parts.append(rank_some(variables, tokens[part], mask[part], keys[part], some_pictures))
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-    return rank
-
-
-def _by_scores(score: Callable[..., jax.Array], count: int) -> Callable[..., Ranking]:
-    @jax.jit
-    def rank(variables, prompts, mask, keys, real, pictures) -> Ranking:
-        scores = score(variables, prompts, mask, pictures)
-        order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]  # unused indices come last
-        return Ranking(order.astype(jnp.int32), jnp.take_along_axis(scores, order, axis=1))
 
     return rank
 

@@ -168,19 +168,9 @@ def unfinished_rows(loop: Loop) -> jax.Array:
     return jnp.sum(~loop.done)
 
 
-def unfinished_first(done: jax.Array, rows: int) -> jax.Array:
-    """Return the indices of `rows` prompts, those that continue first."""
-    return jnp.argsort(jnp.all(done, axis=1), stable=True)[:rows]
-
-
 def rows_of(tree: PyTree, order: jax.Array) -> PyTree:
     """Return the rows `order` of each array; scalars stay."""
     return jax.tree.map(lambda x: x[order] if x.ndim else x, tree)
-
-
-def with_rows(tree: PyTree, order: jax.Array, part: PyTree) -> PyTree:
-    """Return the tree with its rows `order` replaced by those of `part`, and its scalars."""
-    return jax.tree.map(lambda x, few: x.at[order].set(few) if x.ndim else few, tree, part)
 
 
 def run(step: Callable[[Loop], Loop], loop: Loop, until: int, half: int) -> Loop:
@@ -188,9 +178,9 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, half: int) -> Loop
     loop = run_until(step, loop, until, half)
     if not half:
         return loop
-    order = unfinished_first(loop.done, half)
+    order = jnp.argsort(jnp.all(loop.done, axis=1), stable=True)[:half]  # prompts that continue come first
     few = run_until(step, rows_of(loop, order), jnp.where(unfinished(loop) > half, 0, until), 0)
-    return with_rows(loop, order, few)
+    return jax.tree.map(lambda x, part: x.at[order].set(part) if x.ndim else part, loop, few)
 
 
 def run_until(

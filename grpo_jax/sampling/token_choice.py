@@ -94,9 +94,7 @@ def choose_tokens(
         if params.keep_mask:
             kept = jnp.where(survivors > -jnp.inf, ids, -1).T
     else:
-        survivors = _restrict(logits, params)
-        index, survivor_mass = _draw(survivors, keys)
-        tokens = index
+        tokens, survivor_mass = _draw(_restrict(logits, params), keys)
     chosen = _take(logits, tokens)
     policy_mass = jax.nn.logsumexp(logits, axis=0) if params.restricted else survivor_mass
     return Choice(tokens, chosen - policy_mass, chosen - survivor_mass, kept)

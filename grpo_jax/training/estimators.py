@@ -20,7 +20,7 @@ from grpo_jax.core.advantages import (
     groups_without_signal,
     sum_rewards,
 )
-from grpo_jax.core.returns import last_turn, overlong_penalty, turn_advantages, turn_returns
+from grpo_jax.core.returns import last_turn, overlong_penalty, turn_returns
 from grpo_jax.core.reward_moments import RewardMoments, standardise_rewards
 from grpo_jax.core.selection import groups_with_signal
 from grpo_jax.errors import StopRun
@@ -202,15 +202,6 @@ def estimate_advantages(
     if section.advantage == "max_at_k":
         options["k"] = section.best_of
     return SUM_ESTIMATORS[section.advantage](summed, **options)
-
-
-def estimate_turn_advantages(
-    returns: jax.Array, turn: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
-) -> jax.Array:
-    """Compute advantages f32 [P, G, T] from returns f32 [P, G, U, N] by `estimate_advantages` for each turn."""
-    return turn_advantages(
-        returns, turn, mask, lambda rewards, tokens: estimate_advantages(rewards, tokens, section, weights)
-    )
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:

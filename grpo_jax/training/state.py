@@ -45,13 +45,11 @@ def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedu
     peak, warmup = section.learning_rate, section.warmup_steps
     assert peak is not None  # the config fills it in
     remaining = max(total_updates - warmup, 1)
-    after: optax.Schedule
-    if section.schedule == "constant":
-        after = optax.constant_schedule(peak)
-    elif section.schedule == "linear":
-        after = optax.linear_schedule(peak, 0.0, remaining)
-    else:
-        after = optax.cosine_decay_schedule(peak, remaining)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, remaining),
+        "cosine": optax.cosine_decay_schedule(peak, remaining),
+    }[section.schedule]
     if warmup == 0:
         return after
     # The first update uses peak / warmup rather than 0.

@@ -32,11 +32,6 @@ from grpo_jax.runs.policy import START, restore_variables, run_config, saved_ren
 from grpo_jax.tasks.task import Info
 from grpo_jax.training.estimators import total_rewards
 
-PICTURE_CHUNK = 32
-"""Prompts per chunk with pictures, to limit the pictures in memory and to judge while the policy samples."""
-TEXT_CHUNK = 256
-"""Prompts per chunk without pictures."""
-
 START_RENDERER = "start_renderer"
 """Name of the evaluation of greedy completions drawn by the renderer before its training."""
 
@@ -161,8 +156,8 @@ def evaluate_texts(ctx: RunContext, rows: Sequence[Row], texts: Sequence[str]) -
 
 
 def chunk_size(ctx: RunContext) -> int:
-    """Return the number of prompts per chunk."""
-    return TEXT_CHUNK if ctx.fns.render is None and ctx.fns.encode_images is None else PICTURE_CHUNK
+    """Return the number of prompts per chunk: few with pictures, which take memory and are judged during sampling."""
+    return 256 if ctx.fns.render is None and ctx.fns.encode_images is None else 32
 
 
 def measure_all(ctx: RunContext, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:

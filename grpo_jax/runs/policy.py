@@ -112,7 +112,13 @@ def load_run_policy(
         value_head=config.algorithm.learns_values,
         seed=config.seed,
     )
-    _check_room(config, policy.max_positions)
+    prompt, completion, limit = config.data.max_prompt_tokens, config.sampling.stream_tokens, policy.max_positions
+    if limit is not None and prompt + completion > limit:
+        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "sampling.turns with their observations"
+        raise UserError(
+            f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
+            f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"
+        )
     top_k, vocabulary = config.sampling.top_k, policy.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
     info("policy", _described(config, policy, devices))
@@ -193,16 +199,6 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
     rounded = "" if policy.precision is None or ignored else f" (matmul_precision {policy.precision})"
     precision, place = f"{section.compute_dtype}{rounded}{trained}", ", ".join(map(str, devices))
     return f"{section.path}: {count:,} parameters{tower}, {precision}, on {place}"
-
-
-def _check_room(config: Config, limit: int | None) -> None:
-    prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
-    if limit is not None and prompt + completion > limit:
-        named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "sampling.turns with their observations"
-        raise UserError(
-            f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
-            f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"
-        )
 
 
 def run_config(run_dir: str | Path) -> Config:

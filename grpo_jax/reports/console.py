@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -133,12 +134,9 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     """Format a metrics row in one line: rewards with deviation, loss, KL, the task's own, pace."""
     parts = [f"epoch {metrics['epoch']:.2f}"] if "epoch" in metrics else []
     parts.append(f"reward {metrics['reward/total/mean']:.3f} ±{metrics['reward/total/std']:.3f}")
-    means = {name: value for name, value in metrics.items() if name.startswith("reward/") and name.endswith("/mean")}
-    singles = {
-        name[len("reward/") : -len("/mean")]: value for name, value in means.items() if name != "reward/total/mean"
-    }
-    if len(singles) > 1:
-        parts += [f"{name} {value:.3f}" for name, value in singles.items()]
+    matches = [re.fullmatch("reward/(.*)/mean", name, re.DOTALL) for name in metrics if name != "reward/total/mean"]
+    singles = [f"{match[1]} {metrics[match[0]]:.3f}" for match in matches if match]
+    parts += singles if len(singles) > 1 else []
     shown = [(name, label) for name, label in display.live + COMMON.live if metrics.get(name) is not None]
     # Without a reference, the KL in rows is 0: hide it.
     parts += [f"{label} {metrics[name]:.3g}" for name, label in shown if name != "kl" or metrics[name]]

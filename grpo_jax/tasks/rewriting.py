@@ -170,23 +170,20 @@ def _leads_on(line: str) -> bool:
 
 def _announced(line: str) -> str:
     """Drop interjections, announcements and labels before a line."""
-    while True:
-        rest = line
+    before = None
+    while line != before:
+        before = line
         for mark in (_INTERJECTION, _DISCLAIMER, _ANNOUNCEMENT, _LABEL):
-            rest = mark.sub("", rest, count=1)
-        rest = rest.strip()
-        if rest == line:
-            return line
-        line = rest
+            line = mark.sub("", line, count=1)
+        line = line.strip()
+    return line
 
 
 def _clean(line: str) -> str:
     """Drop list marks, labels and quotes repeatedly."""
-    while True:
-        cleaned = _unquote(_LABEL.sub("", _BULLET.sub("", " ".join(line.split()))))
-        if cleaned == line:
-            return cleaned
+    while (cleaned := _unquote(_LABEL.sub("", _BULLET.sub("", " ".join(line.split()))))) != line:
         line = cleaned
+    return line
 
 
 def _unquote(line: str) -> str:

@@ -136,18 +136,7 @@ def _sequences(
     notes: Sequence[str] = (),
 ) -> Sequences:
     """Return the users with at least two items, or raise a file's problems as one UserError."""
-    refuse_foreign_items(path, {item for own in items.values() for item in own}, catalogue)
-    problems.refuse(str(path))
-    users = [UserSequence(user, tuple(catalogue.rows[i] for i in own)) for user, own in items.items() if len(own) > 1]
-    if few := len(items) - len(users):
-        notes = (*notes, f"{few} users with fewer than 2 items are left out")
-    if not users:
-        raise UserError(f"{path} has no user with at least 2 items; {'; '.join([*notes, form])}")
-    return Sequences(tuple(users), tuple(notes))
-
-
-def refuse_foreign_items(path: str | Path, named: Collection[str], catalogue: Catalogue) -> None:
-    """Raise one UserError if more than half of a file's items are not in the catalogue."""
+    named = {item for own in items.values() for item in own}
     unknown = sorted(item for item in named if item not in catalogue.rows)
     if 2 * len(unknown) > len(named):
         here, there = (one_line(repr(ids[0]), 40) for ids in (unknown, catalogue.ids))
@@ -155,6 +144,13 @@ def refuse_foreign_items(path: str | Path, named: Collection[str], catalogue: Ca
             f"{path}: {len(unknown)} of {len(named)} items are not in the catalogue, such as {here}; its first id is "
             f"{there}, and the first column must hold the ids"
         )
+    problems.refuse(str(path))
+    users = [UserSequence(user, tuple(catalogue.rows[i] for i in own)) for user, own in items.items() if len(own) > 1]
+    if few := len(items) - len(users):
+        notes = (*notes, f"{few} users with fewer than 2 items are left out")
+    if not users:
+        raise UserError(f"{path} has no user with at least 2 items; {'; '.join([*notes, form])}")
+    return Sequences(tuple(users), tuple(notes))
 
 
 def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, str] | None = None) -> Sequences:

@@ -104,10 +104,9 @@ def ranking_columns(
     np.put_along_axis(place, ranked, np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape), axis=1)
     targets = [row.columns["target_row"] for row in rows]
     histories = [row.columns["history"] for row in rows]
-    places = []
-    for own, target, history in zip(place, targets, histories, strict=True):
-        before = sum(own[item] < own[target] for item in {*history} - {target})
-        places.append(int(own[target] - before) + 1)
+    own = place[np.arange(len(rows)), targets]
+    taken = [(line[[*{*history}]] < best).sum() for line, history, best in zip(place, histories, own, strict=True)]
+    places = (own - taken + 1).tolist()  # without items of the history before the target
     if prior is None:
         return {LISTED_RANK: places}
     fused = floor_scores(item_scores(ranked, scores, items.count)) + prior(histories)

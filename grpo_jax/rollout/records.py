@@ -141,12 +141,10 @@ def _sheet(path: Path, delimiter: str) -> Records:
         as_text = {"keep_default_na": False, "na_values": [""], "skip_blank_lines": False, "index_col": False}
         return _load_file("csv", path, sep=delimiter, features=features, encoding="utf-8-sig", **as_text)
 
-    rows = _loaded(load, path, path.parent)
-
     def parse(record: Fields) -> Record:
         return checked({name: cell for name, cell in record.items() if cell is not None}) or None
 
-    return _parsed(rows, 2, parse)
+    return _parsed(_loaded(load, path, path.parent), 2, parse)
 
 
 def _datasets() -> Any:

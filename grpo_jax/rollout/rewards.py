@@ -170,18 +170,15 @@ def _read(returned: object, name: str, completions: list[str], *, lenient: bool)
     set_current_judge(f"reward {name}")
     with failures_as(lambda error: RewardError(name, reason_of(error))):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
-    numbers = np.full(len(values), np.nan)
-    for i, value in enumerate(values):
-        number = None if value is None else as_number(value)
-        if number is not None:
-            numbers[i] = number
-        elif value is not None and not lenient:
+    numbers = [as_number(value) for value in values]
+    for i, (value, number) in enumerate(zip(values, numbers, strict=True)):
+        if number is None and value is not None and not lenient:
             short = one_line(repr(value[:100]) if type(value) is str else value, 60)
             text = one_line(repr(completions[i][:40]), 50)
             reason = f"it returned {short} for completion {i} ({text}), not a finite number or None"
             failed = value if isinstance(value, BaseException) else None  # one episode failed
             raise RewardError(name, reason if failed is None else reason_of(failed)) from failed
-    return numbers
+    return np.array(numbers, np.float64)  # None is NaN
 
 
 @dataclass(frozen=True)

@@ -99,18 +99,13 @@ def parse(arguments: Sequence[str], command: str = "train") -> Config:
     raise SystemExit(0)
 
 
-def shipped_configs() -> dict[str, Path]:
-    """Return the package's configs by name, from a checkout or the wheel."""
-    package = Path(__file__).parents[1]
-    folders = (package.parent / "configs", package / "configs")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
 def find_config(name: str) -> Path:
     """Find a config: a file, else a config of the package (with or without .yaml)."""
     if os.path.exists(name) and not os.path.isdir(name):
         return Path(name)
-    shipped, stem = shipped_configs(), Path(name).name.removesuffix(".yaml")
+    package, stem = Path(__file__).parents[1], Path(name).name.removesuffix(".yaml")
+    folders = (package.parent / "configs", package / "configs")  # of a checkout, of the wheel
+    shipped = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
     left = REMOVED.get(f"config.{stem}")

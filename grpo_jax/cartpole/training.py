@@ -304,8 +304,7 @@ def make_training(settings: Settings) -> Training:
 
     def iterate(state: Carry) -> tuple[Carry, Metrics]:
         key = jax.random.fold_in(state.key, state.iteration)
-        learned, carts, metrics, steps = (learn_from_steps if ppo else learn_from_groups)(state, key)
-        moved, of_updates = learned
+        (moved, of_updates), carts, metrics, steps = (learn_from_steps if ppo else learn_from_groups)(state, key)
         after = Carry(*moved, carts, state.key, state.iteration + 1, state.steps + steps)
         counted = {"environment_steps": after.steps, "learning_rate": rate(state.iteration * updates)}
         return after, {name: jnp.float32(x) for name, x in (metrics | of_updates | counted).items()}

@@ -117,13 +117,6 @@ class GPT2Block(nn.Module):
         return x + self.mlp_c_proj(inner), new_keys_values
 
 
-def _initial_stddev(config: GPT2Config, name: str) -> float:
-    """Return the standard deviation, smaller for kernels that add to the residual stream, as in the paper."""
-    if name in ("attn_c_proj", "mlp_c_proj"):
-        return config.initializer_range / math.sqrt(2 * config.num_layers)
-    return config.initializer_range
-
-
 GPT2_ARCHITECTURE = Architecture(
     model_types=(MODEL_TYPE,),
     read=GPT2Config.from_hf,
@@ -134,7 +127,10 @@ GPT2_ARCHITECTURE = Architecture(
     rotation=lambda config, positions: None,
     layer_inputs=lambda config: LayerInput(),
     projections={"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS},
-    initial_stddev=_initial_stddev,
+    # Smaller for kernels that add to the residual stream, as in the paper.
+    initial_stddev=lambda config, name: (
+        config.initializer_range / (math.sqrt(2 * config.num_layers) if name.endswith("c_proj") else 1)
+    ),
     naming=Naming(
         prefixes=("transformer.", ""),
         heads=("lm_head.weight",),

@@ -93,8 +93,8 @@ def picture_advantages(
         first = np.array([[row.index(text) for text in row] for row in texts])
         same = first[:, None, :] == np.arange(count)[:, None]
         groups = np.where(same[..., None], rewards[:, None], np.nan).reshape(prompts * count, count, objectives)
-    total = np.zeros(groups.shape[:2], np.float32)
+    total, compiled = np.zeros(groups.shape[:2], np.float32), jax.jit(group_advantages, static_argnames="scale")
     for n, weight in enumerate(weights):
-        total += weight / np.abs(weights).sum() * np.asarray(group_advantages(groups[..., n], scale=scale))
+        total += weight / np.abs(weights).sum() * np.asarray(compiled(groups[..., n], scale=scale))
     missing = np.isnan(rewards).all(axis=-1, where=np.array(weights) != 0)
     return np.where(missing, np.nan, total.reshape(prompts, -1, count).sum(axis=1)).astype(np.float32)

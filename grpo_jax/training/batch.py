@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,13 +17,12 @@ import numpy as np
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import sum_rewards
-from grpo_jax.core.returns import turn_advantages
 from grpo_jax.core.selection import without_truncated
 from grpo_jax.models.sharding import shard_batch
 from grpo_jax.models.vision.pictures import Pictures, PictureStates
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.sampling.decoding import Samples
-from grpo_jax.training.estimators import Objectives, estimate_advantages, make_turn_objectives
+from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages, make_turn_objectives
 
 SMALLEST = 16
 """Lengths are rounded up to multiples of this at least."""
@@ -221,10 +219,11 @@ def _with_advantages(batch: Batch, objectives: Objectives, algorithm: AlgorithmS
         return batch._replace(scores=scores, mask=batch.mask & ~jnp.isnan(scores)[..., None])
     if algorithm.advantage == "opd":
         return batch
-    estimate = partial(estimate_advantages, section=algorithm, weights=objectives.weights)
     if returns is not None and batch.turn is not None:
-        return batch._replace(advantages=turn_advantages(returns, batch.turn, batch.mask, estimate))
-    return batch._replace(advantages=estimate(rewards, batch.mask))
+        advantages = estimate_turn_advantages(returns, batch.turn, batch.mask, algorithm, objectives.weights)
+    else:
+        advantages = estimate_advantages(rewards, batch.mask, algorithm, objectives.weights)
+    return batch._replace(advantages=advantages)
 
 
 def full_batch(config: Config, prompts: tuple[int, int]) -> Batch:

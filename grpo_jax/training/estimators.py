@@ -20,7 +20,7 @@ from grpo_jax.core.advantages import (
     groups_without_signal,
     sum_rewards,
 )
-from grpo_jax.core.returns import last_turn, overlong_penalty, turn_returns
+from grpo_jax.core.returns import last_turn, overlong_penalty, turn_advantages, turn_returns
 from grpo_jax.core.reward_moments import RewardMoments, standardise_rewards
 from grpo_jax.core.selection import groups_with_signal
 from grpo_jax.errors import StopRun
@@ -123,9 +123,9 @@ def make_turn_objectives(
         rewards = jnp.moveaxis(objectives.rewards.reshape(prompts, turns, group, -1), 1, 2)
         exists = jnp.asarray(lengths) > 0
         if section.turn_advantage == "last":
-            objectives = objectives._replace(rewards=last_turn(rewards, exists))
+            objectives = objectives._replace(rewards=jax.jit(last_turn)(rewards, exists))
         else:
-            returns = turn_returns(rewards, exists, gamma=section.turn_gamma)
+            returns = jax.jit(turn_returns, static_argnames="gamma")(rewards, exists, gamma=section.turn_gamma)
             objectives = objectives._replace(rewards=returns[:, :, 0], returns=returns)
     keep = section.zero_variance_groups == "keep"
     return objectives._replace(informative=np.ones(prompts, bool) if keep else informative_groups(objectives, section))
@@ -133,8 +133,7 @@ def make_turn_objectives(
 
 def update_moments(objectives: Objectives, saved: Mapping[str, Sequence[float]]) -> dict[str, RewardMoments]:
     """Return each objective's moments by name, with this batch; `saved` are those before it."""
-    values = np.asarray(objectives.rewards)
-    names = enumerate(objectives.names)
+    values, names = np.asarray(objectives.rewards), enumerate(objectives.names)
     return {name: RewardMoments(*saved.get(name, ())).with_batch(values[..., n]) for n, name in names}
 
 
@@ -202,6 +201,16 @@ def estimate_advantages(
     if section.advantage == "max_at_k":
         options["k"] = section.best_of
     return SUM_ESTIMATORS[section.advantage](summed, **options)
+
+
+@partial(jax.jit, static_argnames=("weights", "section"))
+def estimate_turn_advantages(
+    returns: jax.Array, turn: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
+) -> jax.Array:
+    """Compute advantages f32 [P, G, T] from returns f32 [P, G, U, N] by `estimate_advantages` for each turn."""
+    return turn_advantages(
+        returns, turn, mask, lambda rewards, tokens: estimate_advantages(rewards, tokens, section, weights)
+    )
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:

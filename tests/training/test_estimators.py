@@ -1,7 +1,5 @@
 """The settings of the group estimators: each has the effect of its help line, and no other."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +9,17 @@ from support import tiny_update
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, optimal_token_advantages, sum_rewards
-from grpo_jax.core.returns import turn_advantages
 from grpo_jax.core.selection import high_entropy_mask
 from grpo_jax.core.surrogates import CappedWeight, Clip, DivergenceMask, DivergencePenalty, GammaWeight, SoftGate
 from grpo_jax.models.policy import Policy
-from grpo_jax.training.estimators import OVERLONG, Objectives, estimate_advantages, make_objectives, signal_metrics
+from grpo_jax.training.estimators import (
+    OVERLONG,
+    Objectives,
+    estimate_advantages,
+    estimate_turn_advantages,
+    make_objectives,
+    signal_metrics,
+)
 from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
 
@@ -184,8 +188,7 @@ def test_the_token_baseline_starts_from_the_return_of_each_turn(rewards):
     section = AlgorithmSection(advantage="optimal_token_baseline")
     summed = np.asarray(sum_rewards(rewards, weights=WEIGHTS))[..., None] * [1, 2, 2]
     summed[0, 0, 1:], summed[1, 1, 2] = np.nan, 0
-    estimate = functools.partial(estimate_advantages, section=section, weights=WEIGHTS)
-    np.testing.assert_allclose(turn_advantages(returns, turn, mask, estimate), summed, rtol=1e-5)
+    np.testing.assert_allclose(estimate_turn_advantages(returns, turn, mask, section, WEIGHTS), summed, rtol=1e-5)
 
 
 def test_distillation_takes_the_teachers_logprobs_for_advantages_and_rows_that_moved_leave():

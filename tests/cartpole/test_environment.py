@@ -24,13 +24,14 @@ def linear_policy(observations):
     return observations @ jnp.array([0.0, 0.0, 8.0, 0.0])
 
 
-def starts(count, seed=0):
-    return task.reset(jax.random.key(seed), count)
+@functools.partial(jax.jit, static_argnums=0)
+def starts(count):
+    return task.reset(jax.random.key(0), count)
 
 
 @pytest.fixture(scope="module")
 def episodes():
-    states = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), starts(3))
+    states = jax.tree.map(lambda x: np.repeat(x, 4, axis=0), jax.device_get(starts(3)))
     play = jax.jit(lambda states, key: task.play_episodes(linear_policy, states, key))
     return jax.tree.map(np.asarray, play(states, jax.random.key(1)))
 
@@ -68,11 +69,11 @@ def balance(observations):
 
 def test_greedy_play_counts_the_steps_of_each_episode():
     states = starts(5)
-    outcome = task.play_greedily(linear_policy, states)
+    outcome = jax.jit(functools.partial(task.play_greedily, linear_policy))(states)
     alive, length, centred, distance = np.ones(5, bool), np.zeros(5), np.zeros(5), np.zeros(5)
-    step = jax.jit(task.step)
+    step = jax.jit(lambda states: task.step(states, linear_policy(task.observe(states)) > 0))
     while alive.any() and length.max() < 500:
-        states, fallen = step(states, linear_policy(task.observe(states)) > 0)
+        states, fallen = step(states)
         x = np.abs(states.x)
         length += alive
         centred += alive * np.maximum(0, 1 - x / 0.5)
@@ -85,9 +86,12 @@ def test_greedy_play_counts_the_steps_of_each_episode():
 
 def test_automatic_reset_tells_termination_from_the_time_limit():
     """A policy that balances meets the limit at step 500; one that always pushes right falls."""
-    carts, steps = jax.jit(lambda states, key: task.play_steps(balance, states, key, steps=600))(
-        starts(4), jax.random.key(3)
-    )
+
+    def play(policy, steps):
+        played = jax.jit(functools.partial(task.play_steps, policy, steps=steps))
+        return jax.device_get(played(starts(4), jax.random.key(3)))
+
+    carts, steps = play(balance, 600)
     truncated, terminated = np.asarray(steps.truncated), np.asarray(steps.terminated)
     assert not terminated.any() and truncated[499].all() and truncated.sum() == 4
     assert (np.asarray(steps.lengths)[499] == 500).all() and (np.asarray(steps.lengths)[500] == 1).all()
@@ -97,7 +101,7 @@ def test_automatic_reset_tells_termination_from_the_time_limit():
     assert not np.allclose(steps.next_observations[499], steps.observations[500])
     np.testing.assert_allclose(steps.next_observations[:499], steps.observations[1:500], atol=1e-6)
 
-    _, steps = task.play_steps(lambda x: jnp.full(x.shape[0], 50.0), starts(4), jax.random.key(3), steps=40)
+    _, steps = play(lambda x: jnp.full(x.shape[0], 50.0), 40)
     ends = np.asarray(steps.terminated)
     assert ends.any(axis=0).all() and not np.asarray(steps.truncated).any()
     assert (np.asarray(steps.lengths)[ends] < 15).all()
@@ -157,9 +161,13 @@ def test_gdpo_normalises_each_objective_and_whitens(groups):
 
 def test_centred_counts_only_in_episodes_that_stay_up():
     mask = np.arange(6) < np.array([[6, 3, 4]])[..., None]
-    positions = jnp.full(mask.shape, 0.1)
-    rewards = training.episode_rewards(Settings("gdpo", OBJECTIVES, condition=4), positions, jnp.asarray(mask))
+    positions = np.full(mask.shape, 0.1, np.float32)
+
+    def judged(settings):
+        return np.asarray(jax.jit(functools.partial(training.episode_rewards, settings))(positions, mask))
+
+    rewards = judged(Settings("gdpo", OBJECTIVES, condition=4))
     np.testing.assert_allclose(rewards[..., 0], mask)
     np.testing.assert_allclose(rewards[..., 1], 0.8 * mask * np.array([[1, 0, 1]])[..., None], rtol=1e-6)
-    free = training.episode_rewards(Settings("gdpo", OBJECTIVES), positions, jnp.asarray(mask))
+    free = judged(Settings("gdpo", OBJECTIVES))
     np.testing.assert_allclose(free[..., 1], 0.8 * mask, rtol=1e-6)

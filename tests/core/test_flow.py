@@ -1,14 +1,13 @@
 """The loss of flow-matching models against loops in float64, and properties of batches and masks."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.compiled import compiled
 
 from grpo_jax.core import flow
 
-LOSS = compiled(flow.diffusion_nft_loss)
 OPTIONS = {"beta": 0.5, "scale": 3.0}
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -21,11 +20,12 @@ def arrays(seed=0, rows=5, dtype: type = np.float64):
     return [a.astype(dtype) for a in (v, old, x0, noise, weights, times)], reference.astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("beta", "scale", "reference_coef"))
 def evaluate(parts, **options):
     v, old, x0, noise, weights, times = parts
     _, target = flow.add_noise(x0, noise, times)
-    slope = jax.value_and_grad(lambda v: LOSS(v, old, target, weights, times, **options), has_aux=True)
-    return slope(jnp.asarray(v))
+    loss = functools.partial(flow.diffusion_nft_loss, **options)
+    return jax.value_and_grad(lambda v: loss(v, old, target, weights, times), has_aux=True)(v)
 
 
 def nft_loop(parts, b, beta, scale, divisors=None):

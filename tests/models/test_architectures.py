@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 from support.folders import load_folder  # noqa: E402
 from support.text_task import train_here  # noqa: E402
+from support.tiny_decoders import drawn  # noqa: E402
 
 from grpo_jax.models import architectures  # noqa: E402
 from grpo_jax.models.architectures.gpt2 import GPT2_ARCHITECTURE, GPT2Config  # noqa: E402
 from grpo_jax.models.attention import attend_streams  # noqa: E402
-from grpo_jax.models.decoder import init_variables  # noqa: E402
 from grpo_jax.models.layers import COLUMNS, ROWS, Projection  # noqa: E402
 from grpo_jax.models.lora import LoraConfig  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
@@ -123,8 +122,7 @@ def test_an_own_block_samples_what_its_forward_computes(monkeypatch):
     monkeypatch.setitem(architectures.ARCHITECTURES, "own", OWN)
     config, lora = OwnConfig(97, 24, 32, 2, 3, 40), LoraConfig(2, 4.0, ("q", "down"))
     policy = Policy(config, lora=lora)
-    variables = jax.jit(partial(init_variables, config, lora=lora))(jax.random.key(1))
-    variables["lora"] = jax.tree.map(lambda x: np.asarray(x) + np.float32(0.05), variables["lora"])
+    variables = drawn(config, lora)
     tokens, mask = reference.group_batch()[:2]
     sample = make_sampler(policy, SamplingParams(2, 6), eos_ids=(96,), pad_id=0)
     samples = sample(variables, tokens, mask, jax.random.split(jax.random.key(0), 3))

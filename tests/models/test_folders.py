@@ -83,11 +83,11 @@ def test_round_trip_is_bit_equal(tmp_path, architecture, dtype, param_dtype, cha
 
 
 def assert_same_logits(model, config, params, tokens):
-    policy = Policy(config)
-    prefix = jax.jit(policy.prefill)({"params": params}, tokens, np.ones(tokens.shape, bool))
+    policy, mask = Policy(config), np.ones(tokens.shape, bool)
+    logits = jax.jit(lambda variables: policy.prefill(variables, tokens, mask).hidden @ policy.head(variables).T)
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
-    np.testing.assert_allclose(prefix.hidden @ policy.head({"params": params}).T, expected, atol=1e-4)
+    np.testing.assert_allclose(logits({"params": params}), expected, atol=1e-4)
 
 
 SOURCES = {
@@ -103,7 +103,7 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, architecture):
     source, chat = SOURCES[architecture](tmp_path / "source"), architecture != "gpt2"
     loaded = load_folder(source, tokenizer=chat)
     assert (loaded.eos_ids, loaded.pad_id) == (((258, 256), 256) if chat else ((5,), 0))
-    changed = jax.tree.map(lambda leaf: leaf * 1.2 + 0.01, loaded.params)
+    changed = jax.tree.map(lambda leaf: leaf * np.float32(1.2) + np.float32(0.01), jax.device_get(loaded.params))
     hf.save_folder(tmp_path / "export", source, loaded.config, changed)
 
     seeing = architecture == "qwen2_vl"
@@ -167,7 +167,7 @@ def test_a_repeated_tied_head_stays_tied(tmp_path, qwen):
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     loaded = load_folder(source)
-    hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x + 1, loaded.params))
+    hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: np.asarray(x) + 1, loaded.params))
     exported = tensors(tmp_path / "export")
     assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
     stored["lm_head.weight"] += 1
@@ -199,7 +199,7 @@ def test_an_export_replaces_an_older_one_and_nothing_else(tmp_path, qwen):
     hf.save_folder(target, qwen, loaded.config, loaded.params)
     names = {path.name for path in target.iterdir()}
     assert {"LICENSE", "config.json", "tokenizer.json", "generation_config.json"} <= names - {*others} == names
-    hf.save_folder(target, qwen, loaded.config, jax.tree.map(lambda x: x * 0, loaded.params))
+    hf.save_folder(target, qwen, loaded.config, jax.tree.map(np.zeros_like, loaded.params))
     assert not tensors(target)["model.norm.weight"].any()
     assert [path.name for path in target.parent.iterdir()] == ["policy"]
     (tmp_path / "notes").mkdir()
@@ -227,8 +227,9 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, qwen, monkeypatch):
 def test_float16_overflow_is_refused(tmp_path):
     source = reference.folder(tmp_path / "source", "llama", dtype=torch.float16)
     loaded = load_folder(source, tokenizer=False)
+    params = jax.tree.map(lambda x: np.asarray(x) * np.float32(1e6), loaded.params)
     with pytest.raises(UserError, match="float16"):
-        hf.save_folder(tmp_path / "export", source, loaded.config, jax.tree.map(lambda x: x * 1e6, loaded.params))
+        hf.save_folder(tmp_path / "export", source, loaded.config, params)
     assert not (tmp_path / "export").exists()
 
 

@@ -1,5 +1,6 @@
 """The cases of oracle.py whose oracle is TRL: selection of tokens and rows, and rewards before the loss."""
 
+import jax
 import numpy as np
 from oracles.oracle import Case, Compared, policy_batch
 from oracles.oracle_trl import tensor, trainer, trl_loss, trl_scored
@@ -43,7 +44,8 @@ def high_entropy(seed, dtype):
     """Of six shares."""
     parts = policy_batch(seed, dtype)
     shares = (0.07, 0.23, SHARE, 0.5, 0.79, 1.0)
-    ours = [high_entropy_mask(parts["entropy"], parts["mask"], share=share) for share in shares]
+    masks = jax.jit(lambda *given: [high_entropy_mask(*given, share=share) for share in shares])
+    ours = masks(parts["entropy"], parts["mask"])
     entropy, mask = tensor(parts["entropy"]), tensor(parts["mask"]).long()
     theirs = [trainer().get_high_entropy_mask(entropy, mask, 1 - share).numpy() for share in shares]
     return Compared((np.stack(ours), np.stack(theirs)))
@@ -65,14 +67,14 @@ def off_policy(seed, dtype):
     """Of three thresholds, each leaving other rows out; a third of the rows has a token without a score."""
     parts = policy_batch(seed, dtype, rows=200)
     parts["sampler"][::3, 0] = np.nan
-    names = ("logprobs", "sampler", "advantages", "mask")
-    ours = [off_policy_mask(*(parts[n] for n in names), threshold=t)[:, 0] for t in (0.05, 0.1, 0.3)]
+    given = [parts[name] for name in ("logprobs", "sampler", "advantages", "mask")]
+    masks = jax.jit(lambda *given: [off_policy_mask(*given, threshold=t)[:, 0] for t in (0.05, 0.1, 0.3)])
     drawn, now, advantages = (tensor(parts[name]) for name in ("sampler", "logprobs", "advantages"))
     mask = tensor(parts["mask"]).long()
     theirs = [
         trainer().get_off_policy_mask(advantages[:, None], now, drawn, mask, t)[:, 0].numpy() for t in (0.05, 0.1, 0.3)
     ]
-    return Compared((np.stack(ours), np.stack(theirs)))
+    return Compared((np.stack(masks(*given)), np.stack(theirs)))
 
 
 def truncated(seed, dtype):

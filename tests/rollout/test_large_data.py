@@ -20,7 +20,7 @@ COLUMNS = {"prompt": "question"}
 
 
 def living():
-    gc.collect()
+    gc.collect(1)  # of what is new: all that a worker holds takes a second
     return sum(type(one) is Row for one in gc.get_objects())
 
 

@@ -4,6 +4,7 @@ import resource
 import shutil
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -23,11 +24,17 @@ class Adaptive(NamedTuple):
     seen: int
 
 
-def make_state(seed=0, width=3):
+@partial(jax.jit, static_argnums=1)
+def trained(seed, width):
     key = jax.random.key(seed)
     params = {"w": jax.random.normal(key, (4, width)), "frozen": jax.random.normal(key, (2,)).astype(jnp.bfloat16)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     _, opt_state = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    return params, opt_state
+
+
+def make_state(seed=0, width=3):
+    params, opt_state = trained(seed, width)
     return {
         "variables": {"params": params},
         "optimizer": opt_state,

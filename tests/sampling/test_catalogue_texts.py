@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_decoders import LLAMA
+from support.tiny_decoders import drawn as drawn_variables
 
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import children, make_trie, walk
-from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling import ranking
 from grpo_jax.sampling.ranking import levels_of, make_ranker
@@ -41,7 +41,7 @@ NUMBER = {text: number for number, text in enumerate(TEXTS)}
 @pytest.fixture(scope="module")
 def model():
     policy = Policy(ONE_HEAD)
-    return policy, jax.jit(partial(init_variables, ONE_HEAD))(jax.random.key(0))
+    return policy, drawn_variables(ONE_HEAD)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def logits(model):
     tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
     mask = np.array([[True] * len(text) + [False] * (LENGTH - len(text)) for text in TEXTS])
     both = [np.stack([x, x]) for x in (tokens, mask)]
-    hidden = jax.jit(policy.forward_group)(variables, PROMPTS, MASK, *both)
-    return np.asarray(hidden @ policy.head(variables).T, np.float64)
+    read = jax.jit(lambda variables: policy.forward_group(variables, PROMPTS, MASK, *both) @ policy.head(variables).T)
+    return np.asarray(read(variables), np.float64)
 
 
 def rivals(text, place):
@@ -127,7 +127,7 @@ def test_restrictions_hold_among_the_tokens_that_may_follow(model, trie, logits)
 
 def test_the_update_has_the_sampler_s_log_probabilities(model, trie, drawn, exact):
     policy, variables = model
-    few = jax.tree.map(lambda x: x[:, :40], drawn)
+    few = jax.tree.map(lambda x: x[:, :40], jax.device_get(drawn))
     np.testing.assert_allclose(
         np.asarray(few.logprobs).sum(-1), np.take_along_axis(exact, numbers(few), axis=1), rtol=1e-4, atol=1e-5
     )

@@ -48,8 +48,13 @@ def encode(loaded, texts):
     return left_padded([loaded.tokenizer(text)["input_ids"] for text in texts], loaded.pad_id)
 
 
+@jax.jit
+def folded(prompt_ids):
+    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(prompt_ids)
+
+
 def keys_for(prompt_ids):
-    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(np.asarray(prompt_ids))
+    return folded(np.array(prompt_ids))
 
 
 def logprobs_of_update(policy, variables, prompts, samples, **options):

@@ -2,7 +2,7 @@
 
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from support.text_task import completions
@@ -16,26 +16,33 @@ VALID = np.array([[True, True, False, True], [False] * 4])
 WEIGHTS = {"a": 1.0, "b": 0.5}
 
 
-def objectives(how, judged=JUDGED, valid=VALID, **fields):
-    given = {} if how == "prompt" else {"valid": valid, "fill": how == "worst"}
-    section, lengths = AlgorithmSection(**fields), np.full(judged.shape[:2], 10)
-    return make_objectives(jnp.asarray(judged), lengths, section, weights=WEIGHTS, max_new_tokens=10, **given)
+def rewards_of(how, **fields):
+    """The objectives' rewards, made by one program, and their names."""
+    names, section = [], AlgorithmSection(**fields)
+
+    def make(judged, lengths, valid):
+        given = {} if how == "prompt" else {"valid": valid, "fill": how == "worst"}
+        found = make_objectives(judged, lengths, section, weights=WEIGHTS, max_new_tokens=10, **given)
+        names.extend(found.names)
+        return found.rewards
+
+    return np.asarray(jax.jit(make)(JUDGED, np.full(VALID.shape, 10), VALID)), names
 
 
 def test_it_earns_the_worst_of_its_group_by_objective_or_nothing():
-    worst, missing, prompt = (np.asarray(objectives(how).rewards) for how in ("worst", "missing", "prompt"))
+    worst, missing, prompt = (rewards_of(how)[0] for how in ("worst", "missing", "prompt"))
     np.testing.assert_array_equal(prompt, JUDGED)
     np.testing.assert_allclose(worst[0, 2], [0.3, 2.0])
     for came in (worst, missing):
         np.testing.assert_array_equal(came[VALID], JUDGED[VALID])
         assert np.isnan(came[1]).all()  # nothing to be worse than
     assert np.isnan(missing[0, 2]).all()
-    lengths = objectives("worst", overlong_buffer=4)
-    assert lengths.names[-1] == OVERLONG and np.isnan(lengths.rewards[1]).all()
-    np.testing.assert_allclose(lengths.rewards[0, 2], [0.3, 2.0, -1.0])  # its own length counts
+    lengths, names = rewards_of("worst", overlong_buffer=4)
+    assert names[-1] == OVERLONG and np.isnan(lengths[1]).all()
+    np.testing.assert_allclose(lengths[0, 2], [0.3, 2.0, -1.0])  # its own length counts
     for advantage in ("gdpo", "grpo", "rloo", "raft", "batch"):
         section = AlgorithmSection(advantage=advantage)
-        found = estimate_advantages(jnp.asarray(worst), np.ones((2, 4, 1), bool), section, (1.0, 0.5))
+        found = estimate_advantages(worst, np.ones((2, 4, 1), bool), section, (1.0, 0.5))
         assert (np.asarray(found[1]) == 0).all()  # no pull
 
 
@@ -45,7 +52,7 @@ def test_turns_are_compared_with_the_same_turn_of_the_group():
     lengths = np.array([[[3, 3], [3, 0], [3, 3], [3, 3]]])
     section = AlgorithmSection(turn_advantage="return", turn_gamma=1.0)
     options = {"weights": {"a": 1.0}, "max_new_tokens": 4, "valid": valid, "fill": True}
-    found = make_turn_objectives(jnp.asarray(judged), lengths, section, **options)
+    found = make_turn_objectives(judged, lengths, section, **options)
     np.testing.assert_allclose(found.returns[0, :, :, 0], [[1 + 3, 3], [2, nan], [1 + 8, 8], [4 + 3, 3]])
 
 

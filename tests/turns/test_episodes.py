@@ -6,7 +6,6 @@ from threading import Lock
 from types import MappingProxyType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_decoders import tiny
@@ -108,7 +107,7 @@ def rollout():
 def batch_of(rollout, section):
     """The rollout as an update takes it, and its objectives."""
     objectives = make_turn_objectives(
-        jnp.asarray(rollout.rewards),
+        rollout.rewards,
         rollout.lengths,
         section,
         weights={"length": 1.0, "high": 0.5},
@@ -185,7 +184,7 @@ def test_the_updates_logprobs_are_the_samplers(architecture, rollout):
     rollout = rollout if architecture == "llama" else play(architecture=architecture)
     batch, _ = batch_of(rollout, AlgorithmSection())
     assert batch.packing is not None
-    forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED)))
+    forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=ALLOWED))
     came = np.asarray(forward(model.variables, batch).logprobs)
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=2e-5)
@@ -206,7 +205,7 @@ def test_kept_tokens_of_every_turn_restrict_the_update():
     assert samples.kept.shape == (4, GROUP, STREAM, 4) and samples.turn[samples.mask].max() > 0
     assert (samples.kept[~samples.mask] == -1).all()
     batch, _ = batch_of(rollout, AlgorithmSection())
-    forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED)))
+    forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=ALLOWED))
     came, mask = np.asarray(forward(model.variables, batch).logprobs), np.asarray(batch.mask)
     np.testing.assert_allclose(came[mask], samples.sampler_logprobs[samples.mask], atol=2e-5)
     assert np.abs(samples.sampler_logprobs - samples.logprobs)[samples.mask].max() > 0.1
@@ -220,7 +219,7 @@ def long_prompts(turns):
     for row, (*_, before, own) in enumerate(turns):
         prompts[row, widest - len(before) :], prompt_mask[row, widest - len(before) :] = before, True
         tokens[row, 0, : len(own)], mask[row, 0, : len(own)] = own, True
-    return Batch(*map(jnp.asarray, (prompts, prompt_mask, tokens, mask)))
+    return Batch(prompts, prompt_mask, tokens, mask)
 
 
 def test_gradients_are_those_of_long_prompts(rollout):
@@ -234,11 +233,12 @@ def test_gradients_are_those_of_long_prompts(rollout):
     batch, _ = batch_of(rollout, section)
     turns = turns_apart(rollout)
     advantages = np.asarray(batch.advantages)
-    places = [np.asarray(batch.mask & (batch.turn == turn))[p, g] for p, g, turn, *_ in turns]
+    mask, number = jax.device_get((batch.mask, batch.turn))
+    places = [(mask & (number == turn))[p, g] for p, g, turn, *_ in turns]
     values = [set(advantages[p, g][place].tolist()) for (p, g, *_), place in zip(turns, places, strict=True)]
     assert all(len(one) == 1 for one in values) and len(set().union(*values)) > 12  # turns of one completion differ
-    weights = jnp.asarray([one.pop() for one in values], jnp.float32)[:, None]
-    forward = make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED))
+    weights = np.float32([one.pop() for one in values])[:, None]
+    forward = make_forward(model.policy, temperature=1.0, allowed_tokens=ALLOWED)
     objective = make_policy_objective(forward, loss_options(section, max_new_tokens=STREAM))
 
     def gradient(batch):
@@ -368,8 +368,8 @@ def test_informative_groups_differ_in_some_turn():
     section = AlgorithmSection(advantage="grpo", turn_advantage="return")
     lengths = np.ones((1, 2, 2), np.int32)
     options = {"weights": {"a": 1.0}, "max_new_tokens": 4}
-    returned = make_turn_objectives(jnp.asarray(rewards), lengths, section, **options)
+    returned = make_turn_objectives(rewards, lengths, section, **options)
     assert (np.asarray(returned.rewards) == 1).all() and informative_groups(returned, section).all()
     last = section.replace(turn_advantage="last")
-    ended = make_turn_objectives(jnp.asarray(rewards), lengths, last, **options)
+    ended = make_turn_objectives(rewards, lengths, last, **options)
     np.testing.assert_array_equal(ended.rewards[0, :, 0], [1, 0])

@@ -1,5 +1,7 @@
 """Whole models with pictures in prompts against transformers: positions, logits, gradients, texts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,8 +80,8 @@ def test_positions_are_those_of_get_rope_index(world):
     tokens, mask = prompts()
     rows = tiny.draw(world.config, GRIDS)
     pictures = tiny.packed(rows, world.config)
-    states = PictureStates(jnp.zeros((*pictures.grid.shape[:-1], 16, 1)), jnp.asarray(pictures.grid) // 2)
-    found = find_places(world.config, jnp.asarray(tokens), jnp.asarray(mask), states)
+    states = PictureStates(np.zeros((*pictures.grid.shape[:-1], 16, 1), np.float32), np.asarray(pictures.grid) // 2)
+    found = jax.jit(partial(find_places, world.config))(tokens, mask, states)
     ids = torch.tensor(tokens, dtype=torch.long)
     expected, deltas = world.torch.model.get_rope_index(
         ids,

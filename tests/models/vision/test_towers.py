@@ -34,7 +34,8 @@ def world(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def see(world):
-    return jax.jit(partial(encode_pictures, Tower(world.config)))
+    program = jax.jit(partial(encode_pictures, Tower(world.config)))
+    return lambda *given: jax.device_get(program(*given))
 
 
 def test_states_are_those_of_transformers(world, see):

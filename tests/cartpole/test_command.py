@@ -19,7 +19,7 @@ from grpo_jax import __main__, train
 from grpo_jax.cartpole import program
 from grpo_jax.cartpole.__main__ import main
 from grpo_jax.cartpole.settings import SETTINGS
-from grpo_jax.cartpole.training import make_training
+from grpo_jax.cartpole.training import Carry, Training, make_training
 
 WITHOUT_TORCH = """
 import sys
@@ -30,7 +30,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 from grpo_jax.cartpole import program
 from grpo_jax.cartpole.__main__ import main
-program.EVERY = 2  # a measurement more often than every tenth iteration
+program.EVERY = 1  # a measurement more often than every tenth iteration
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -39,7 +39,7 @@ sys.exit(main(sys.argv[1:]))
 def finished(tmp_path_factory):
     """A training where torch, transformers and diffusers cannot be imported, with a device for each seed."""
     folder = tmp_path_factory.mktemp("cartpole") / "out"
-    words = ["--algorithm=ppo", "--seeds=2", "--iterations=3", f"--out={folder}"]
+    words = ["--algorithm=ppo", "--seeds=2", "--iterations=2", f"--out={folder}"]
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", WITHOUT_TORCH, *words],
         cwd=ROOT,
@@ -55,16 +55,36 @@ def finished(tmp_path_factory):
 def test_it_prints_returns_as_it_learns_and_writes_metrics_a_curve_and_parameters(finished):
     folder, lines = finished
     assert "ppo, upright: seeds 0 to 1, on cpu:0, cpu:1" in lines[0] and "before training" in lines[1]
-    assert [line.split()[1] for line in lines if line.startswith("iteration ")] == ["2:", "3:"]
+    assert [line.split()[1] for line in lines if line.startswith("iteration ")] == ["1:", "2:"]
     assert lines[-1].endswith(" of 2 solved")
     table = rows(folder)
-    assert [row["step"] for row in table] == [1, 2, 3]
-    assert [row["step"] for row in table if "solved" in row] == [2, 3]
-    assert [row["environment_steps"] for row in table] == [4096 * step for step in (1, 2, 3)]
+    assert [row["step"] for row in table if "solved" in row] == [row["step"] for row in table] == [1, 2]
+    assert [row["environment_steps"] for row in table] == [4096 * step for step in (1, 2)]
     assert 5 < table[-1]["evaluation/lowest"] <= table[-1]["evaluation/episode_return"] <= 500
     curve = ElementTree.parse(folder / "curve.svg").getroot()
     (line,) = curve.iter("{http://www.w3.org/2000/svg}polyline")
     assert len(line.get("points").split()) == 3  # before training, and two measurements
+
+
+def test_the_last_block_has_the_iterations_that_are_left(tmp_path, monkeypatch):
+    """Three iterations, measured every second, of a training that only counts."""
+
+    def begin(key):
+        return Carry({"w": jnp.zeros(1)}, (), (), key, jnp.int32(0), jnp.int32(0))
+
+    def measure(state):
+        return {name: 1.0 * state.steps for name in ("episode_return", "centred", "distance")}
+
+    def count(state, iterations):
+        after = state._replace(iteration=state.iteration + iterations, steps=state.steps + iterations)
+        return after, {"loss": state.iteration + jnp.arange(iterations)}, measure(after)
+
+    monkeypatch.setattr(program, "make_training", lambda _: Training(begin, count, measure))
+    monkeypatch.setattr(program, "EVERY", 2)
+    program.train(replace(SETTINGS["ppo"], iterations=3), 0, 1, tmp_path / "out")
+    table = rows(tmp_path / "out")
+    assert [(row["step"], row["loss"]) for row in table] == [(1, 0), (2, 1), (3, 2)]
+    assert {row["step"]: row["evaluation/lowest"] for row in table if "solved" in row} == {2: 2, 3: 3}
 
 
 def test_saved_parameters_measure_as_they_did(finished, capsys):
@@ -76,7 +96,7 @@ def test_saved_parameters_measure_as_they_did(finished, capsys):
 
 def test_seeds_spread_over_devices_learn_alike(finished, monkeypatch):
     """The training has a device for each seed; here one has both. Later iterations may draw another action."""
-    training = make_training(replace(SETTINGS["ppo"], iterations=3))  # the schedule depends on them
+    training = make_training(replace(SETTINGS["ppo"], iterations=2))  # the schedule depends on them
     start = jax.vmap(training.init)(program.seed_keys(0, 2))
     _, metrics, _ = program.over_seeds(partial(training.train, iterations=1), jax.devices()[:1])(start)
     spread = rows(finished[0])[0]

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 
+from support.shared_imports import imports_shared_out
 from support.xla import kept_programs, known_flags
 
 # Before jax and the Hugging Face libraries are imported; subprocesses inherit them.
@@ -36,6 +37,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 # Until everything is imported: hundreds of thousands of objects that stay would be walked over again and again.
 gc.disable()
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    imports_shared_out()
 
 import jax  # noqa: E402
 import jax.experimental  # noqa: E402

@@ -108,14 +108,14 @@ def test_without_a_choice_every_projection_has_an_adapter(model, projections):
 KIND = "int8" if importlib.util.find_spec("qwix") else "none"
 STEPS = ["--training.max_steps=2", "--training.inner_epochs=1", "--training.minibatches=1"]
 STEPS += ["--policy.quantised", KIND]
+ADAPTERS = [*STEPS, "--policy.lora.rank=2", "--algorithm.update_ref_every=1", "--training.save_every=1"]
 
 
 @pytest.fixture(scope="module")
 def run(place, tmp_path_factory):
     """Two iterations with adapters, the reference refreshed after the first, a checkpoint after each."""
     run = tmp_path_factory.mktemp("lora") / "run"
-    options = ["--policy.lora.rank", "2", "--algorithm.update_ref_every", "1", "--training.save_every", "1"]
-    assert train_here(place.config, run, *STEPS, *options) == 0
+    assert train_here(place.config, run, *ADAPTERS) == 0
     return run
 
 

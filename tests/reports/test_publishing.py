@@ -7,8 +7,10 @@ import re
 
 import pytest
 from huggingface_hub import constants
+from models.test_lora import ADAPTERS
 from support.folders import load_folder
 from support.served import Handler, serving
+from support.text_task import train_here
 
 from grpo_jax import export, train
 from grpo_jax.config.run import make_config
@@ -70,18 +72,10 @@ def hub():
 
 @pytest.fixture(scope="module")
 def run_dir(hub, place, tmp_path_factory):
-    """An iteration of a text task, pushed at its end."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "prompts.txt").write_text("".join(f"a tree on hill {i}\n" for i in range(12)))
-    (folder / "brief.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
-    words = [
-        *("--task=text", f"--policy.path={place.policy}", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
-        *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.samples=0"),
-        *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"),
-        *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),
-    ]
-    assert train.main([*words, "--push_to_hub=me/at_the_end"]) == 0
-    return folder / "run"
+    """A run of adapters, pushed at its end; the settings, and so the programs, are those of models/test_lora.py."""
+    run = tmp_path_factory.mktemp("pushed") / "run"
+    assert train_here(place.config, run, *ADAPTERS, "--push_to_hub=me/at_the_end") == 0
+    return run
 
 
 def run_export(run_dir, out, *words):

@@ -105,7 +105,8 @@ def finished(place, own, tmp_path_factory):
     home = tmp_path_factory.mktemp("asked")
     lines = []
     for letter in "abcdefghijklmnop":
-        talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
+        # As many tokens as the prompts of rollout/test_files.py, whose run has the same programs
+        talk = [{"role": "system", "content": "Sing well."}, {"role": "user", "content": f"{letter}{letter} 12"}]
         lines.append({"prompt": talk if letter < "i" else f"{letter} 12", "wish": letter})
         lines[-1]["extra"] = {"seen": [1, 2, 3]}
     lines[-1]["one_line_only"] = 1

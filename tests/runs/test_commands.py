@@ -89,7 +89,7 @@ def test_commands_show_jax_the_card_of_the_policy_alone(cards, shown, finished, 
     assert load_rewriter(run)("q") is not None
     if cards:
         capsys.readouterr()
-        measured(capsys, run, "--prompts", "1")
+        measured(capsys, run)
     assert seen == [shown] * (3 if cards else 2)
 
 

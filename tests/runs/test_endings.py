@@ -42,7 +42,8 @@ def test_a_stop_before_the_first_iteration_leaves_the_folder_usable(place, tmp_p
     values = yaml.safe_load(place.config.read_text())
     values["policy"]["path"] = str(place.policy.relative_to(place.folder))
     values["rewards"] = [{"name": f"{tmp_path / 'away.py'}:away"}]
-    values["training"]["max_steps"] = 1
+    values["training"] |= {"max_steps": 1, "inner_epochs": 1, "minibatches": 1}  # as `SHORT`
+    values |= {"algorithm": {}, "optimizer": values["optimizer"] | {"schedule": "constant"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     monkeypatch.chdir(place.folder)
     run = tmp_path / "run"

@@ -27,13 +27,12 @@ def base(place, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(place, base, tmp_path_factory):
-    """Runs one step at a learning rate that bfloat16 cannot see: the run directory."""
+    """Runs one step: the run directory."""
 
     def run(*options):
         folder = tmp_path_factory.mktemp("run") / "run"
-        tiny = ["--optimizer.learning_rate=1e-5", "--optimizer.warmup_steps=0", "--training.max_steps=1"]
-        quick = ["--evaluation.every=0", "--data.held_out=0", *SHORT]
-        assert train_here(place.config, folder, f"--policy.path={base}", *tiny, *quick, *options) == 0
+        quick = ["--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0", *SHORT]
+        assert train_here(place.config, folder, f"--policy.path={base}", *quick, *options) == 0
         return folder
 
     return run
@@ -41,9 +40,10 @@ def trained(place, base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(trained):
-    return trained(
-        "--policy.lora.rank=2", '--policy.lora.targets=["q_proj","down_proj"]', "--policy.frozen_dtype=bfloat16"
-    )
+    """At a learning rate that bfloat16 cannot see."""
+    tiny = ["--optimizer.learning_rate=1e-5", "--optimizer.warmup_steps=0"]
+    targets = ['--policy.lora.targets=["q_proj","down_proj"]', "--policy.frozen_dtype=bfloat16"]
+    return trained("--policy.lora.rank=2", *targets, *tiny)
 
 
 def lost(folder, base, adapters) -> float:
@@ -88,3 +88,4 @@ def test_trained_weights_are_exported_unrounded(trained, base):
     kernels = [np.asarray(tree["layers"]["q_proj"]["kernel"]) for tree in (written, final, start)]
     np.testing.assert_array_equal(kernels[0], kernels[1])
     assert kernels[0].dtype == np.float32 and (kernels[0] != kernels[2]).any()
+    assert (kernels[0] != torch.tensor(kernels[0]).bfloat16().float().numpy()).any()

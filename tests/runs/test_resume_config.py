@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from support.text_task import SHORT, rewound, rows, train_here, train_values
+from support.text_task import SHORT, finished_run, rewound, rows, train_here, train_values
 from support.tiny_models import causal_lm
 
 from grpo_jax import evaluate, export, predict
@@ -36,7 +36,7 @@ def letters(completions, *, own):
 
 @pytest.fixture(scope="module")
 def config(place, tmp_path_factory):
-    """The tiny task with a judge of its own."""
+    """The tiny task with a judge of its own, otherwise as `SHORT`."""
     folder = tmp_path_factory.mktemp("resumed")
     (folder / "own.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
@@ -44,7 +44,7 @@ def config(place, tmp_path_factory):
     values["rewards"] = [{"name": f"{folder / 'own.py'}:letters"}]
     values["algorithm"] = {}
     values["training"] |= {"max_steps": 2, "save_every": 1, "minibatches": 1, "inner_epochs": 1}
-    values["optimizer"]["warmup_steps"] = 1
+    values["optimizer"]["schedule"] = "constant"
     values["data"]["held_out"] = 0
     values["evaluation"] = {"every": 0, "samples": 0}
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
@@ -99,25 +99,25 @@ def test_fields_that_change_learning_are_refused_by_name(config, finished, tmp_p
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, tmp_path, capsys):
-    run = rewound(finished, tmp_path / "run", 2)
-    assert train_here(config, run, "--resume", "--training.max_steps=1") == 2
-    assert capsys.readouterr().err == "error: --resume: 2 iterations are done, more than the run's 1\n"
+def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(place, tmp_path, capsys):
+    run = rewound(finished_run(place), tmp_path / "run", 6)
+    assert train_here(place.config, run, "--resume", "--training.max_steps=5") == 2
+    assert capsys.readouterr().err == "error: --resume: 6 iterations are done, more than the run's 5\n"
     (run / "checkpoints").rename(tmp_path / "away")  # by somebody who needs room
-    assert train_here(config, run, "--resume", "--training.max_steps=3") == 2
-    assert f"{run / 'checkpoints'} has no checkpoint, though 2 iterations are done: put" in capsys.readouterr().err
-    assert (run / "policy/model.safetensors").is_file() and len(rows(run)) == 2
+    assert train_here(place.config, run, "--resume", "--training.max_steps=7") == 2
+    assert f"{run / 'checkpoints'} has no checkpoint, though 6 iterations are done: put" in capsys.readouterr().err
+    assert (run / "policy/model.safetensors").is_file() and len(rows(run)) == 6
     (run / "checkpoints").rmdir()
     (tmp_path / "away").rename(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
-    assert train_here(config, run, "--resume", "--training.max_steps=3") == 0
+    assert train_here(place.config, run, "--resume", "--training.max_steps=7") == 0
     out = capsys.readouterr().out
-    assert "the run has 3 iterations now, it had 2: schedules use the new length" in out
-    assert "warning: metrics.jsonl has 0 rows of 2 iterations: missing rows stay missing" in out
+    assert "the run has 7 iterations now, it had 6: schedules use the new length" in out
+    assert "warning: metrics.jsonl has 0 rows of 6 iterations: missing rows stay missing" in out
     (row,) = rows(run)
-    # The third update of a cosine over 3, behind a warm-up of 1.
-    assert row["step"] == 3 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi / 2)), rel=1e-5)
-    assert json.loads((run / "summary.json").read_text())["iterations"] == 3
+    # The 25th of 28 updates of a cosine, behind a warm-up of 3; in a run of 24 it would be 0.
+    assert row["step"] == 7 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi * 21 / 25)), rel=1e-5)
+    assert json.loads((run / "summary.json").read_text())["iterations"] == 7
 
 
 def test_changed_held_out_rows_and_judges_are_refused_and_changed_training_rows_are_noted(config, tmp_path, capsys):
@@ -125,12 +125,11 @@ def test_changed_held_out_rows_and_judges_are_refused_and_changed_training_rows_
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
     train = [{"prompt": f"{c} tree", "answer": c} for c in "abcdefgh"]
-    held_out = [{"prompt": f"{c} tree", "answer": c} for c in "xyz"]
+    held_out = [{"prompt": f"{c} tree", "answer": c} for c in "wxyz"]
     write("p.jsonl", train)
     write("t.jsonl", held_out)
     run = tmp_path / "run"
     words = [f"--data.prompts={tmp_path}/p.jsonl", f"--data.test={tmp_path}/t.jsonl", "--training.max_steps=1", *SHORT]
-    words += ["--optimizer.warmup_steps=3"]  # as at `place`, whose runs have the same programs
     weights = tmp_path / "weights"
     weights.write_text("these")
     assert train_here(config, run, *words, f"--judges.own.path={weights}") == 0
@@ -146,7 +145,7 @@ def test_changed_held_out_rows_and_judges_are_refused_and_changed_training_rows_
             assert f"made with other data or models ({reason}" in line
 
     write("t.jsonl", [held_out[0] | {"answer": "y"}, *held_out[1:]])
-    assert_refused("test rows: 3 of digest")
+    assert_refused("test rows: 4 of digest")
     write("t.jsonl", held_out)
     weights.write_text("those")
     assert_refused("weights of judges.own.path: ")

@@ -25,7 +25,7 @@ def key_of(value) -> Hashable:
     if isinstance(value, Config):
         batches = ("inner_epochs", "minibatches", "grad_accumulation_steps", "grad_dtype", "async_level")
         training = tuple(getattr(value.training, name) for name in batches)
-        algorithm = value.algorithm.replace(update_ref_every=0)  # which the learner itself looks at
+        algorithm = value.resolved_algorithm.replace(update_ref_every=0)  # which the learner itself looks at
         sections = algorithm, value.ppo, value.optimizer, value.policy.replace(path="")
         written = value.sampling.temperature, value.sampling.max_policy_tokens
         return key_of((training, value.sft.steps == 0, value.learning_rate, *written, *sections))

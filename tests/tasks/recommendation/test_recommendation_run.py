@@ -182,7 +182,7 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
     with pytest.raises(
         StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; continue with resume=True and run_dir"
     ):
-        run(config_of(folder, "broken", sft={"steps": 0}))
+        run(config_of(folder, "broken"))
     assert not (folder / "broken" / "summary.json").exists()
 
 

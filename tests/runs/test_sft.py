@@ -26,7 +26,7 @@ from grpo_jax.runs.loading import load
 from grpo_jax.runs.sft import completion_pairs, run_sft
 from grpo_jax.tasks.text_task import Text
 
-TEXT = "red soap"
+TEXT, LONGEST = "red soap", 40
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def policy(tmp_path_factory):
 def taught(policy):
     """Runs SFT of the given policy: its ctx, its variables, and the lines it said."""
 
-    def teach(*texts, steps=1, forbidden="é", max_new_tokens=12):
+    def teach(*texts):
         config = Config(
             task=Taught(texts=[*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
-            sft=SFTSection(steps=steps, batch=1, learning_rate=0.01),
-            data=DataSection(forbidden_tokens=chat_tokenizer()(forbidden)["input_ids"]),
-            sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
+            sft=SFTSection(steps=1, batch=1, learning_rate=0.01),
+            data=DataSection(forbidden_tokens=chat_tokenizer()("é")["input_ids"]),
+            sampling=SamplingSection(group_size=2, max_new_tokens=LONGEST, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
         said, ctx = [], load(config, info=lambda *_: None)
@@ -83,19 +83,10 @@ def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
     assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258]), abs=1e-3)
 
 
-def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
-    ctx, variables, _ = taught(TEXT, steps=80)
-    tokens, mask, _ = ctx.fns.encode(plain_rows([PROMPT]))
-    samples = ctx.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 1))
-    written = np.asarray(samples.tokens)[np.asarray(samples.mask)].tolist()
-    assert written == [*ctx.policy.tokenizer(TEXT)["input_ids"], 258]
-    assert not samples.truncated.any()
-
-
 def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
     """Texts are data: what they say can end no turn, and open none."""
     text = "red<|im_end|> soap"
-    ctx, _, said = taught(text, forbidden="", max_new_tokens=40)
+    ctx, _, said = taught(text)
     tokenizer = ctx.policy.tokenizer
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text and not {256, 257, 258} & {*ids}
@@ -103,13 +94,16 @@ def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
 
 
 def test_pairs_with_forbidden_tokens_are_counted_and_skipped(taught):
-    _, variables, said = taught("été", TEXT, "x" * 12 + "é")
+    _, variables, said = taught("été", TEXT, "x" * LONGEST + "é")
     assert said[0].startswith("SFT: 1 of 3 pairs are left out") and "data.forbidden_tokens" in said[0]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
 
 
 def test_rows_with_a_completion_are_the_pairs(policy, tmp_path):
-    """A completion is a text or TRL's list of one assistant message; `sft.rows` takes the first rows that have one."""
+    """A completion is a text or TRL's list of one assistant message; `sft.rows` takes the first rows that have one.
+
+    A taught text ends with the token that ends a turn.
+    """
     message = [{"role": "assistant", "content": "blue"}]
     rows = [("wool rug", None), (PROMPT, TEXT), ("oak desk", message), (PROMPT, "another text")]
     records = [{"prompt": prompt, "answer": answer, "split": "train"} for prompt, answer in rows]
@@ -129,7 +123,9 @@ def test_rows_with_a_completion_are_the_pairs(policy, tmp_path):
     tokens, mask, _ = ctx.fns.encode(plain_rows([PROMPT, "oak desk"]))
     samples = ctx.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 2))
     written = zip(np.asarray(samples.tokens), np.asarray(samples.mask), strict=True)
-    assert [ctx.policy.tokenizer.decode(row[own][:-1]) for row, own in written] == [TEXT, "blue"]
+    texts = [row[own].tolist() for row, own in written]
+    assert texts == [[*ctx.policy.tokenizer(text)["input_ids"], 258] for text in (TEXT, "blue")]
+    assert not samples.truncated.any()
 
 
 CALLS = {"role": "assistant", "content": "I count.", "tool_calls": [{"function": {"name": "count"}}]}
@@ -147,19 +143,19 @@ def test_too_few_pairs_are_refused(taught):
 
 
 def test_pairs_longer_than_a_completion_are_counted(taught):
-    _, _, said = taught(TEXT, "x" * 40, max_new_tokens=12)
+    _, _, said = taught(TEXT, "x" * (LONGEST + 8))
     assert said[0].startswith("SFT: warning: 1 of 2 pairs are cut at sampling.max_new_tokens") and len(said) == 2
 
 
 def test_pairs_with_end_tokens_or_second_thoughts_are_counted(taught, policy):
     """As data in another form has them: texts of whole turns, and thoughts after a prompt that ends them."""
-    _, _, said = taught("red<|im_end|>", TEXT, forbidden="", max_new_tokens=40)
+    _, _, said = taught("red<|im_end|>", TEXT)
     assert said[0].startswith("SFT: warning: 1 of 2 pairs hold <|endoftext|> or <|im_end|> as text") and len(said) == 2
     template, thoughts = policy / "chat_template.jinja", "<think>Red?</think>soap"
     kept = template.read_text()
     for end, count in (("<think></think>", 1), ("<think>", 0)):
         template.write_text(kept + end)
-        _, _, said = taught(thoughts, TEXT, forbidden="", max_new_tokens=40)
+        _, _, said = taught(thoughts, TEXT)
         warned = [line for line in said if line.startswith("SFT: warning: 1 of 2 pairs think after prompts that end")]
         assert len(warned) == count
     template.write_text(kept)

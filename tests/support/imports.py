@@ -75,8 +75,11 @@ def read_imports(source: str, module: str, package: bool = False) -> list[Import
 
 
 @functools.cache
+def all_imports(name: str) -> list[Import]:
+    path = FILES[name]
+    return read_imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
+
+
 def imports_of(name: str, types: bool = False) -> list[Import]:
     """What a module imports, lazily too; with `types` also what it imports for type checkers alone."""
-    path = FILES[name]
-    found = read_imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
-    return [one for one in found if types or not one.types]
+    return [one for one in all_imports(name) if types or not one.types]

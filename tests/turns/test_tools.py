@@ -34,6 +34,7 @@ from grpo_jax.rollout.pictures import size_of
 from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.rollout.tools import Toolbox, calls_in, toolbox
 from grpo_jax.runs.evaluation import InferenceSession
+from grpo_jax.runs.loading import load
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
@@ -790,10 +791,12 @@ def test_a_bad_tool_is_one_line(home, tmp_path, capsys, tools, message):
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_the_bundled_policy_plays_a_class_with_two_tools(home, tmp_path):
-    """Without a download; a prompt without tools is the same as ever."""
-    values = {
+@pytest.fixture
+def two_tools(home):
+    """The class of docs/turns.md for the bundled policy, which needs no download."""
+    (counter,) = re.findall(r"```python\n(class Counter.*?)```", (ROOT / "docs" / "turns.md").read_text(), re.DOTALL)
+    (home / "two_tools.py").write_text(counter)
+    return {
         "task": {"kind": "text", "seeds": 16},
         "report_to": [],
         "policy": {"path": "miniature", "remat": "none"},
@@ -802,10 +805,24 @@ def test_the_bundled_policy_plays_a_class_with_two_tools(home, tmp_path):
         "training": {"prompts_per_batch": 2, "max_steps": 1, "save_every": 0},
         "evaluation": {"every": 0, "samples": 0},
     }
-    (counter,) = re.findall(r"```python\n(class Counter.*?)```", (ROOT / "docs" / "turns.md").read_text(), re.DOTALL)
-    (home / "two_tools.py").write_text(counter)
-    train_values(values, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.wide  # the class of TRL's documentation trains above, and `load` below takes this one
+def test_the_bundled_policy_plays_a_class_with_two_tools(two_tools, tmp_path):
+    train_values(two_tools, tmp_path / "run")
     assert {row["prompt"] for turns in episodes_of(tmp_path / "run") for row in turns} == {"count to 3"}
+
+
+def test_the_bundled_policy_reads_a_class_with_two_tools(two_tools, home):
+    """Its prompts and answers have room; a prompt without tools is the same as ever."""
+    ctx = load(make_config(two_tools), lambda *_: None)
+    rows = ctx.task_data.prompts.train[:2]
+    assert {row.prompt for row in rows} == {"count to 3"}
+    tokens, mask, _ = ctx.fns.encode(rows)
+    assert ctx.policy.tokenizer.decode(tokens[0][mask[0]]).startswith("<|user|> add(step) clear()<|user|> count")
+    (answer,) = ctx.fns.env.step(rows[:1], [Episode((Turn(call("add", step=1)),))])
+    assert ctx.fns.env.encode_observation(answer, True, ()) and answer.text == "1"
     tokenizer = AutoTokenizer.from_pretrained(bundled("miniature", "policy"))
     schemas = toolbox((f"{home}/two_tools.py:Counter",)).schemas
     prompt = functools.partial(tokenizer.apply_chat_template, [{"role": "user", "content": "hm"}], tokenize=False)

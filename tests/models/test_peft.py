@@ -1,9 +1,9 @@
 """Adapters in PEFT's format, both ways, against PEFT itself: names, logits, merged weights, refusals."""
 
+import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +13,7 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 from support.folders import load_folder  # noqa: E402
-from support.tiny_decoders import merged_params  # noqa: E402
+from support.tiny_decoders import merged_params, normal_like  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models.hf import folder as hf  # noqa: E402
@@ -42,21 +42,21 @@ class World:
         self.loaded = load_folder(self.source, tokenizer=False)
         self.config = self.loaded.config
         self.lora = LoraConfig(rank=3, alpha=7.0, targets=TARGETS[architecture])
-        fresh = init_adapters(self.loaded.params, jax.random.key(0), self.lora)
-        rng = np.random.default_rng(1)
-        self.adapters = jax.tree.map(
-            lambda leaf: leaf + jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), fresh
-        )
+        make = functools.partial(init_adapters, key=jax.random.key(0), lora=self.lora)
+        self.adapters = normal_like(jax.eval_shape(make, self.loaded.params), 0.3)
+        self.programs = {}
 
     def base(self):
         model = AUTO.get(self.architecture, transformers.AutoModelForCausalLM).from_pretrained(self.source)
         return model.eval()
 
     def logits(self, variables, lora):
-        policy = Policy(self.config, lora=lora, remat="none")
-        tokens, mask = token_batch()
-        hidden = jax.jit(policy.prefill)(variables, tokens, mask).hidden
-        return np.asarray(hidden @ policy.head(variables).T)
+        policy, (tokens, mask) = Policy(self.config, lora=lora, remat="none"), token_batch()
+
+        def read(variables):
+            return policy.prefill(variables, tokens, mask).hidden @ policy.head(variables).T
+
+        return np.asarray(self.programs.setdefault(lora, jax.jit(read))(variables))
 
 
 def token_batch():

@@ -19,8 +19,9 @@ LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
 @pytest.fixture(scope="module")
 def variables():
     start = tiny_update.make_variables(lora=LORA)
-    start["params"]["layers"] = jax.tree.map(lambda leaf: 5 * leaf, start["params"]["layers"])  # so that layers matter
-    return {**start, "lora": jax.tree.map(lambda leaf: leaf + 0.05, start["lora"])}
+    layers = jax.tree.map(lambda leaf: 5 * np.asarray(leaf), start["params"]["layers"])  # so that layers matter
+    lora = jax.tree.map(lambda leaf: np.asarray(leaf) + np.float32(0.05), start["lora"])
+    return jax.device_put({"params": start["params"] | {"layers": layers}, "lora": lora})
 
 
 def rounded(kernel):

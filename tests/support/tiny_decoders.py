@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.models.architectures import ModelConfig
@@ -75,16 +74,27 @@ def tiny(architecture: str) -> Tiny:
     return Tiny(config, lora, compiled(Policy(config, lora=lora)), drawn(config, lora))
 
 
-def drawn(config: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Any]:
-    """Variables of a decoder, adapters far from their start; drawn on the host, so that nothing is compiled."""
+def drawn(config: ModelConfig, lora: LoraConfig | None = None, *, start: float | None = None) -> dict[str, Any]:
+    """Variables of a decoder, adapters far from their start; drawn on the host, so that nothing is compiled.
+
+    With `start` they are as at the start of training: weights of that deviation, scales of 1, biases and `b` of 0.
+    """
     shapes = jax.eval_shape(functools.partial(init_variables, config, lora=lora), jax.random.key(0))
     rng = np.random.default_rng(1)
 
     def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        mean = 1.0 if path[-1].key == "scale" else 0.0
-        return jnp.asarray(rng.normal(mean, 0.2, leaf.shape), leaf.dtype)
+        name = path[-1].key
+        deviation = 0.2 if start is None else 0.0 if name in ("scale", "bias", "b") else start
+        return jax.device_put(rng.normal(name == "scale", deviation, leaf.shape).astype(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def normal_like(shapes, deviation: float):
+    """Normal numbers in the place of a tree of shapes, drawn on the host."""
+    rng = np.random.default_rng(1)
+    draw = lambda leaf: rng.normal(0, deviation, leaf.shape).astype(leaf.dtype)  # noqa: E731
+    return jax.device_put(jax.tree.map(draw, shapes))
 
 
 class _Compiled(Policy):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny_update
+from support.compiled import compiled
 
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import AlgorithmSection
@@ -23,13 +24,14 @@ from grpo_jax.training.estimators import (
 from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
 
-MASK = jnp.ones((3, 4, 2), bool)
+gdpo_advantages, group_advantages, sum_rewards = map(compiled, (gdpo_advantages, group_advantages, sum_rewards))
+MASK = np.ones((3, 4, 2), bool)
 WEIGHTS = (1.0, 0.5)
 
 
 @pytest.fixture(scope="module")
 def rewards():
-    return jax.random.normal(jax.random.key(0), (3, 4, 2))
+    return np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32)
 
 
 def advantages(rewards, **choices):
@@ -37,7 +39,7 @@ def advantages(rewards, **choices):
 
 
 def test_each_estimator_is_its_formula(rewards):
-    summed = np.asarray(rewards) @ np.float32(WEIGHTS)
+    summed = rewards @ np.float32(WEIGHTS)
     centred = summed - summed.mean(1, keepdims=True)
     group, batch = summed.std(1, ddof=1, keepdims=True) + 1e-4, summed.std(ddof=1) + 1e-4
     expected = {"grpo": centred / group, "rloo": centred * 4 / 3, "batch": (summed - summed.mean()) / batch}
@@ -52,8 +54,9 @@ def test_each_estimator_is_its_formula(rewards):
 
 
 def test_the_length_penalty_is_an_objective_of_its_own(rewards):
-    lengths = jnp.array([[6, 8, 9, 10]] * 3)
-    judged = rewards.at[0, 3].set(jnp.nan)
+    lengths = np.array([[6, 8, 9, 10]] * 3)
+    judged = rewards.copy()
+    judged[0, 3] = np.nan
     names = {"a": 1.0, "b": 0.5}
     found = make_objectives(judged, lengths, AlgorithmSection(overlong_buffer=4), weights=names, max_new_tokens=10)
     assert found.names == ("a", "b", OVERLONG) and found.weights == (1.0, 0.5, 1.0)
@@ -77,8 +80,8 @@ def advantages_of(found: Objectives, **choices):
 @pytest.fixture(scope="module")
 def opposed():
     """Group 0: two objectives that cancel in the sum. Group 1: nothing varies. Group 2: both agree."""
-    a = jnp.array([[0.0, 1.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]])
-    return jnp.stack([a, jnp.array([[1.0, 0.0, 1.0, 0.0], [2.0] * 4, [0.0, 1.0, 1.0, 1.0]])], -1)
+    a = [[0.0, 1.0, 0.0, 1.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]]
+    return np.stack([a, [[1.0, 0.0, 1.0, 0.0], [2.0] * 4, [0.0, 1.0, 1.0, 1.0]]], -1).astype(np.float32)
 
 
 def test_groups_without_signal_are_counted(opposed):
@@ -92,36 +95,34 @@ def test_groups_without_signal_are_counted(opposed):
 @pytest.fixture(scope="module")
 def seen():
     """A forward pass made by hand: nothing is compiled for what the loss does with it."""
-    batch = tiny_update.make_batch()
-    keys = jax.random.split(jax.random.key(8), 3)
-    logprobs = -1 - jax.random.uniform(keys[0], batch.mask.shape)
-    old = logprobs + 0.1 * jax.random.normal(keys[1], batch.mask.shape)
-    entropy = jax.random.uniform(keys[2], batch.mask.shape)
-    return Forward(logprobs, entropy, None), batch._replace(old_logprobs=old)
+    batch, rng = jax.device_get(tiny_update.make_batch()), np.random.default_rng(8)
+    logprobs, entropy, noise = rng.uniform(size=(3, *batch.mask.shape)).astype(np.float32)
+    return Forward(-1 - logprobs, entropy, None), batch._replace(old_logprobs=-1 - logprobs + 0.2 * (noise - 0.5))
 
 
 def test_importance_weights_are_bounded_and_multiply(seen):
     forward, batch = seen
-    gap = jax.random.normal(jax.random.key(9), batch.mask.shape)
+    gap = np.random.default_rng(9).normal(size=batch.mask.shape).astype(np.float32)
     batch = batch._replace(sampler_logprobs=batch.old_logprobs - gap)
     weights, mean, clipped = make_token_weights(AlgorithmSection(importance_cap=1.5))(batch, forward.entropy)
-    mask, expected = np.asarray(batch.mask), np.minimum(np.exp(gap), 1.5)
+    mask, expected = batch.mask, np.minimum(np.exp(gap), 1.5)
     np.testing.assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-5)
     assert float(mean) == pytest.approx(expected[mask].mean(), rel=1e-5)
     assert float(clipped) == pytest.approx((np.exp(gap) >= 1.5)[mask].mean())
     both, *_ = make_token_weights(AlgorithmSection(importance_cap=1.5, entropy_share=0.5))(batch, forward.entropy)
     alone, *_ = make_token_weights(AlgorithmSection(entropy_share=0.5))(batch, forward.entropy)
-    np.testing.assert_allclose(both, alone * weights)
+    np.testing.assert_allclose(both, np.asarray(alone) * np.asarray(weights))
 
 
 def test_the_gap_is_that_of_trainer_and_sampler_alone(seen):
     """Of the policy's own probabilities: what the sampler's restrictions cut off is no gap."""
     forward, batch = seen
     gap = np.abs(np.random.default_rng(0).normal(size=batch.mask.shape)).astype(np.float32)
-    batch = batch._replace(rollout_logprobs=batch.old_logprobs - gap, sampler_logprobs=jnp.zeros(batch.mask.shape))
+    zeros = np.zeros(batch.mask.shape, np.float32)
+    batch = batch._replace(rollout_logprobs=batch.old_logprobs - gap, sampler_logprobs=zeros)
     options = loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS)
     _, metrics = make_policy_objective(lambda variables, batch: forward, options)({}, batch, None)
-    expected = gap[np.asarray(batch.mask)].mean()
+    expected = gap[batch.mask].mean()
     assert float(metrics["sampler_gap"].value()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -144,14 +145,15 @@ def test_the_surrogate_has_the_configs_parameters(preset, fields, expected):
 def test_the_update_puts_the_weights_in():
     """Through `make_update`: the trainer's own forward gives entropies and old log-probabilities."""
     batch = tiny_update.make_batch()
-    far = batch._replace(sampler_logprobs=jnp.full(batch.mask.shape, 0.0))  # each token as if it had been certain
+    certain = np.zeros(batch.mask.shape, np.float32)
     section = AlgorithmSection(advantage="grpo", importance_cap=2.0, entropy_share=0.5)
-    _, _, report = tiny_update.updated(far, section)
+    update = tiny_update.updates(section)
+    _, _, report = update(batch._replace(sampler_logprobs=certain))  # each token as if it had been
     assert 0 < report["measured"]["importance_weight"] < 0.2
     assert float(report["metrics"]["policy"].ratio.value()) == pytest.approx(1, abs=1e-4)
-    _, _, unweighted = tiny_update.updated(batch, AlgorithmSection(advantage="grpo"))
-    assert 0 < report["grad_norm"] < 0.5 * unweighted["grad_norm"]
-    assert "importance_weight" not in unweighted["measured"]
+    _, _, capped = update(batch._replace(sampler_logprobs=certain - 99))
+    assert capped["measured"]["importance_weight"] == pytest.approx(2)
+    assert 0 < 10 * report["grad_norm"] < capped["grad_norm"]
 
 
 @jax.jit
@@ -183,8 +185,8 @@ def test_the_token_baseline_has_the_probabilities_of_all_tokens(training):
 
 
 def test_the_token_baseline_starts_from_the_return_of_each_turn(rewards):
-    returns = jnp.stack([rewards, 2 * rewards], axis=2).at[0, 0, 1].set(jnp.nan)
-    turn, mask = jnp.tile(jnp.array([0, 1, 1]), (3, 4, 1)), jnp.ones((3, 4, 3), bool).at[1, 1, 2].set(False)
+    returns, turn, mask = np.stack([rewards, 2 * rewards], 2), np.tile([0, 1, 1], (3, 4, 1)), np.ones((3, 4, 3), bool)
+    returns[0, 0, 1], mask[1, 1, 2] = np.nan, False
     section = AlgorithmSection(advantage="optimal_token_baseline")
     summed = np.asarray(sum_rewards(rewards, weights=WEIGHTS))[..., None] * [1, 2, 2]
     summed[0, 0, 1:], summed[1, 1, 2] = np.nan, 0
@@ -193,14 +195,16 @@ def test_the_token_baseline_starts_from_the_return_of_each_turn(rewards):
 
 def test_distillation_takes_the_teachers_logprobs_for_advantages_and_rows_that_moved_leave():
     batch = tiny_update.make_batch()
-    teacher = -3 * jax.random.uniform(jax.random.key(5), batch.mask.shape)
-    batch = batch._replace(ref_logprobs=teacher, advantages=None, rollout_logprobs=jnp.zeros(batch.mask.shape))
-    section = AlgorithmSection(advantage="opd", teacher="elsewhere")
-    _, _, report = tiny_update.updated(batch, section)
+    teacher = np.float32(-3) * np.random.default_rng(5).random(batch.mask.shape, np.float32)
+    zeros = np.zeros(batch.mask.shape, np.float32)
+    batch = batch._replace(ref_logprobs=teacher, advantages=None, rollout_logprobs=zeros)
+    update = tiny_update.updates(AlgorithmSection(advantage="opd", teacher="elsewhere", off_policy_mask_threshold=1.0))
+    _, _, report = update(batch._replace(rollout_logprobs=zeros - 99))  # no token became less likely
     advantages, mask = np.asarray(report["advantages"]), np.asarray(batch.mask)
-    gap = np.asarray(teacher) - advantages  # log π of the policy
+    gap = teacher - advantages  # log π of the policy
     assert (advantages[~mask] == 0).all() and (gap[mask] < 0).all() and report["grad_norm"] > 0
     assert float(report["metrics"]["policy"].advantage.value()) == pytest.approx(advantages[mask].mean(), rel=1e-4)
+    assert float(report["metrics"]["off_policy_masked"].value()) == 0
     # each token was certain when it was drawn: every token of negative advantage leaves
-    _, _, report = tiny_update.updated(batch, section.replace(off_policy_mask_threshold=1.0))
+    _, _, report = update(batch)
     assert float(report["metrics"]["off_policy_masked"].value()) == pytest.approx((advantages < 0)[mask].mean())

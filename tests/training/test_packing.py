@@ -1,14 +1,12 @@
 """Shared rows: the log-probabilities and gradients of separate rows, in the fewest rows."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiny_decoders import drawn
 
 from grpo_jax.models.architectures.llama import DecoderConfig
-from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.rope import RopeConfig
 from grpo_jax.models.variables import VALUE
@@ -37,10 +35,10 @@ def batch():
 
 
 def test_gradients_are_those_of_rows_of_their_own():
-    variables = jax.jit(functools.partial(init_variables, CONFIG))(jax.random.key(0))
-    variables[VALUE] = {"kernel": jax.random.normal(jax.random.key(1), (16,)), "bias": jnp.float32(0.1)}
+    variables, kernel = drawn(CONFIG), np.random.default_rng(1).normal(size=16).astype(np.float32)
+    variables[VALUE] = {"kernel": kernel, "bias": np.float32(0.1)}
     forward = make_forward(Policy(CONFIG, remat="none"), temperature=0.7)
-    pulls = jnp.asarray(np.random.default_rng(1).normal(size=(3, *MASK.shape)).astype(np.float32))
+    pulls = np.random.default_rng(1).normal(size=(3, *MASK.shape)).astype(np.float32)
 
     @jax.jit
     def measured(variables, batch):

@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 from support.folders import load_folder  # noqa: E402
+from support.tiny_decoders import normal_like  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
@@ -41,6 +41,7 @@ def tower_of_torch(folder, rows):
 
 
 def all_states(seen, rows):
+    seen = jax.device_get(seen)
     return [state for layer in (seen.states, *seen.deepstack) for state in tiny.flat_states(layer, rows)]
 
 
@@ -64,7 +65,8 @@ def test_round_trip_is_bit_equal(tmp_path, architecture):
 
 @pytest.mark.parametrize("world", ["qwen3_vl"], indirect=True)  # round trips are those of all
 def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
-    changed = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, {**world.loaded.params, "visual": world.loaded.visual})
+    params = jax.device_get({**world.loaded.params, "visual": world.loaded.visual})
+    changed = jax.tree.map(lambda leaf: leaf * np.float32(1.1) + np.float32(0.01), params)
     hf.save_folder(
         tmp_path / "export", world.loaded.path, world.loaded.config, merge({"params": changed}, None), dtype="float32"
     )
@@ -76,18 +78,18 @@ def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
 
 
 def adapted(world, rank=2):
-    """Adapters on decoder and tower, away from their start of zeros."""
+    """Adapters on decoder and tower, away from their start of zeros; drawn on the host."""
     lora = LoraConfig(rank, 7.0, ("q_proj",), tuple(TOWERS[world.config.model_type].projections))
-    fresh = init_adapters(world.loaded.params, jax.random.key(0), lora, world.loaded.visual)
-    rng = np.random.default_rng(1)
-    return lora, fresh, jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
+    make = partial(init_adapters, lora=lora)
+    shapes = jax.eval_shape(make, world.loaded.params, jax.random.key(0), visual=world.loaded.visual)
+    return lora, normal_like(shapes, 0.2)
 
 
 @pytest.mark.parametrize("world", [pytest.param("qwen2_5_vl", marks=pytest.mark.wide), "qwen3_vl"], indirect=True)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_computes_what_we_compute(world, tmp_path):
     peft = pytest.importorskip("peft")
-    lora, _, adapters = adapted(world)
+    lora, adapters = adapted(world)
     save_adapters(tmp_path / "adapter", adapters, lora, world.loaded.config, base=str(world.loaded.path))
     model = transformers.AutoModelForImageTextToText.from_pretrained(world.loaded.path, dtype="float32").eval()
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
@@ -137,8 +139,7 @@ def test_a_mesh_shares_out_what_divides(world):
         if path[-1].key == "kernel"
     ]
     assert kernels and all(any(spec) for _, spec in kernels)
-    _, fresh, _ = adapted(world)
-    shardings({"lora": fresh}, mesh)
+    shardings({"lora": adapted(world)[1]}, mesh)
     odd = jax.sharding.AbstractMesh((3, 5), ("fsdp", "tensor"))
     placed = jax.tree.leaves_with_path(shardings({"visual": shapes}, odd))
     assert all(not any(place.spec) for path, place in placed if "layers" in jax.tree_util.keystr(path))

@@ -67,7 +67,7 @@ def rollout():
 
 def made(rollout, section):
     """The batch that the loop makes of it."""
-    judged, lengths = jnp.asarray(rollout.rewards[:, :, 0]), rollout.samples.mask.sum(-1)
+    judged, lengths = rollout.rewards[:, :, 0], rollout.samples.mask.sum(-1)
     objectives = make_objectives(judged, lengths, section, weights={"a": 1.0}, max_new_tokens=BUDGET)
     return make_batch(rollout, objectives, section)
 
@@ -89,6 +89,7 @@ def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@pytest.mark.wide  # of the test above, dr_grpo compares a batch of width 32 with one as wide as its budget
 def test_dr_grpo_divides_by_the_budget_whatever_the_longest_completion_is(rollout):
     """A longer completion that pulls at nothing must not shrink the gradient of all others."""
     section, norms = AlgorithmSection(preset="dr_grpo", advantage="grpo"), {}

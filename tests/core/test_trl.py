@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ TOLERANCE = 1e-6
 
 
 OF_GRPO = ("clip 0", "dual clip", "entropy bonus", "KL", "sampler weights", "tokens of high entropy")
+OF_GRPO += ("on policy", "advantages per token")
 """Settings that grpo has in the default run; presets of its ratio and surrogate have "both, KL, entropy bonus"."""
 
 
@@ -79,7 +81,8 @@ def test_defaults_that_are_trls_and_those_that_the_page_names():
 def test_a_missing_reward_is_0_in_trl():
     """The row whose second judge failed is punished there like the row that failed the first."""
     rewards = np.array([[[1, 1], [1, np.nan], [0, 1], [1, 1]]])
-    ours, theirs = group_advantages(sum_rewards(rewards))[0], trl_scored(rewards)["advantages"][0]
+    ours = np.asarray(jax.jit(lambda rewards: group_advantages(sum_rewards(rewards)))(rewards))[0]
+    theirs = trl_scored(rewards)["advantages"][0]
     assert ours[1] == ours[0] > 0 > ours[2]
     assert theirs[1] == theirs[2] < 0 < theirs[0]
 

@@ -104,6 +104,15 @@ def rollout():
     return play()
 
 
+@pytest.fixture(scope="module")
+def restricted():
+    """Two turns with stop strings, of tokens that are drawn among the likeliest."""
+    pieces = [f" {token}".encode() for token in range(64)]
+    restrictions = {"top_k": 4, "top_p": 0.9, "keep_mask": True}
+    sample = sampler(restrictions=restrictions, stops=stop_table([" 1", " 2"], pieces, pieces))
+    return play(make_environment(turns=2), sample=sample)
+
+
 def batch_of(rollout, section):
     """The rollout as an update takes it, and its objectives."""
     objectives = make_turn_objectives(
@@ -155,13 +164,11 @@ def test_a_stream_is_the_episode_without_holes(rollout):
     assert counts == {1, 2, 3}
 
 
-def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
+def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark(restricted):
     """It was not written, and the chat template has it; the turn is none that was cut off all the same."""
-    pieces = [f" {token}".encode() for token in range(64)]
-    rollout = play(make_environment(turns=2), sample=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
     stopped = 0
     for p, g in np.ndindex(4, GROUP):
-        episode, expected = rollout.episodes[p][g], []
+        episode, expected = restricted.episodes[p][g], []
         for turn in episode.turns:
             written = words(turn.raw_completion)
             ended = written[-1] in ENDS
@@ -171,7 +178,7 @@ def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
             if turn is not episode.last:
                 expected += say(turn.observation, ended, ())
                 stopped += not ended and not turn.truncated
-        assert rollout.samples.tokens[p, g][rollout.samples.present[p, g]].tolist() == expected
+        assert restricted.samples.tokens[p, g][restricted.samples.present[p, g]].tolist() == expected
     assert stopped > 3
 
 
@@ -195,16 +202,12 @@ def test_the_updates_logprobs_are_the_samplers(architecture, rollout):
         np.testing.assert_allclose(came[p, g][places], alone[number, 0, : len(own)], atol=2e-5)
 
 
-def test_kept_tokens_of_every_turn_restrict_the_update():
+def test_kept_tokens_of_every_turn_restrict_the_update(restricted):
     """With a sampling mask, the update's log-probabilities are the restricted sampler's in each turn."""
-    model = tiny("llama")
-    rollout = play(
-        make_environment(turns=2), sample=sampler(restrictions={"top_k": 4, "top_p": 0.9, "keep_mask": True})
-    )
-    samples = rollout.samples
+    model, samples = tiny("llama"), restricted.samples
     assert samples.kept.shape == (4, GROUP, STREAM, 4) and samples.turn[samples.mask].max() > 0
     assert (samples.kept[~samples.mask] == -1).all()
-    batch, _ = batch_of(rollout, AlgorithmSection())
+    batch, _ = batch_of(restricted, AlgorithmSection())
     forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=ALLOWED))
     came, mask = np.asarray(forward(model.variables, batch).logprobs), np.asarray(batch.mask)
     np.testing.assert_allclose(came[mask], samples.sampler_logprobs[samples.mask], atol=2e-5)

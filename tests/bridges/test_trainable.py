@@ -121,7 +121,7 @@ def test_learning_is_a_function_of_state_pictures_and_key(judges):
 
 
 def test_micro_batches_change_nothing_but_rounding(judges):
-    renderers = [make(judges["sd3"], micro_batch=size, updates=2) for size in (1, 3, 16)]
+    renderers = [make(judges["sd3"], micro_batch=size, updates=2) for size in (3, 16)]
     metrics = [train(renderer, 1) for renderer in renderers]
     for renderer, got in zip(renderers[1:], metrics[1:], strict=True):
         assert_equal((renderers[0].state(), renderer.state()), rtol=1e-3, atol=2e-5)

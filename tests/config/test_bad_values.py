@@ -68,7 +68,7 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --rewards='[{{' | rewards: not valid YAML
 --resum | --resum: no such option; did you mean --resume?
 --plam --seed=1 | --plam: no such option; did you mean --plan?
---eval_rewards={"[" * 3000} | eval_rewards: nested deeper than 32 levels
+--eval_rewards={"[" * 1200} | eval_rewards: nested deeper than 32 levels
 --{"a." * 3000}b 1 | expected an option
 --data.prompts=\udcff.txt | data.prompts: expected a string
 --config={"x" * 5000} | no such file; configs that ship with grpo_jax

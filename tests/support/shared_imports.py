@@ -13,8 +13,8 @@ from pathlib import Path
 
 PARTS = (
     ("torch", "torchvision", "diffusers", "peft"),
-    ("jax", "flax", "orbax.checkpoint", "rlax", "sympy"),
-    ("scipy.stats", "pandas", "datasets", "sklearn", "matplotlib.pyplot", "ray"),
+    ("jax", "flax", "orbax.checkpoint", "sympy", "matplotlib.pyplot"),
+    ("scipy.stats", "pandas", "datasets", "ray", "wandb", "reasoning_gym"),
 )
 """About as much to compile in each."""
 PATIENCE = 120  # seconds: a worker that has died is not waited for

@@ -69,7 +69,7 @@ def test_what_is_longer_than_the_positions_is_refused(tmp_path, architecture, mo
     tokens, places = np.ones((1, most + 6), np.int32), np.arange(most + 6)[None]
     key = jax.random.split(jax.random.key(0), 1)
     assert sample(variables, tokens, places >= 7, key).mask.all()
-    with pytest.raises(ValueError, match=rf"at most {most} tokens.*prompt of {most} tokens and max_new_tokens = 1"):
+    with pytest.raises(ValueError, match=rf"at most {most} tokens together, .*; got {most} and 1"):
         sample(variables, tokens, places >= 6, key)
     completion = np.ones((1, 1, 1), np.int32), np.ones((1, 1, 1), bool)
     with pytest.raises(ValueError, match=f"at most {most} tokens"):

@@ -277,7 +277,7 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
     cut = rollout.samples is not None and rollout.samples.truncated.all()
     truncated = notes.truncated + 1 if cut else 0
     share, last = tool_errors(rollout) if ctx.config.data.tool_names else (0.0, "")
-    failing = (notes.failing_tools[0] + 1, last) if share == 1 else (0, "")
+    failing = {last: sum(notes.failing_tools.values()) + 1} if share == 1 else {}
     streaked = notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated)
     return streaked._replace(failing_tools=failing)
 
@@ -298,9 +298,10 @@ def streak_warnings(ctx: RunContext, notes: Notes, done: int) -> list[str]:
     if notes.truncated == _CONSTANT_ITERATIONS:
         last = f"every completion of the last {notes.truncated} iterations"
         lines.append(f"{last} reached sampling.max_new_tokens; raise it")
-    if notes.failing_tools[0] == _CONSTANT_ITERATIONS:
-        last = f"every tool result of the last {_CONSTANT_ITERATIONS} iterations was an error"
-        lines.append(f"{last}, such as {one_line(repr(notes.failing_tools[1]), 150)}")
+    for error, count in notes.failing_tools.items():
+        if count == _CONSTANT_ITERATIONS:
+            every = f"every tool result of the last {_CONSTANT_ITERATIONS} iterations was an error"
+            lines.append(f"{every}, such as {one_line(repr(error), 150)}")
     never = [name for name, count in notes.streaks.items() if count == done]
     if 0 < len(never) < len(notes.streaks) and done == min(MISSING_ITERATIONS, ctx.iterations):
         lines.append(f"no completion got the reward {join_names(never)} in the first {done} iterations")

@@ -33,7 +33,7 @@ from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import DRAWING, EVALUATED, Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.processes import digest_files
-from grpo_jax.runs.session import READ, WEIGHTS, Progress, Record, require_same_task
+from grpo_jax.runs.session import READ, WEIGHTS, Record, require_same_task
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -244,8 +244,8 @@ def restore_variables(
         return variables, {"step": 0}
     with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
         state, meta = checkpoints.restore(checkpoint, {EVALUATED: trained_weights(variables)})
-    if identity:
-        require_same_task(Progress.read(meta, checkpoints.folder).identity["task"], identity, checkpoints.folder)
+    saved = meta.get("progress", {}).get("identity", {}).get("task", {})  # other versions may write other progress
+    require_same_task(saved, identity, checkpoints.folder)
     return {**variables, **state[EVALUATED]}, meta
 
 

@@ -38,7 +38,7 @@ class Notes(NamedTuple):
     constant: Mapping[str, Sequence[float]] = {}  # value of a reward with a single one, and the iterations with it
     range: Mapping[str, Sequence[float]] = {}  # lowest and highest value of each reward
     truncated: int = 0  # iterations in a row in which no completion ended
-    failing_tools: tuple[int, str] = (0, "")  # iterations in a row in which every tool result was an error, and one
+    failing_tools: Mapping[str, int] = {}  # an error, and the iterations in a row in which every tool result was one
     moments: Mapping[str, Sequence[float]] = {}  # `RewardMoments` of each reward, for algorithm.standardise_rewards
 
     @classmethod

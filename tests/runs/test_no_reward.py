@@ -122,7 +122,7 @@ def test_tools_that_only_fail_give_a_warning(values):
     assert len(lines) == 1 and lines[0].startswith(failed)
     ended = Episode((replace(call, observation=replace(observation, messages=("2",))), Turn("2")), final=True)
     notes = reward_streaks(ctx, rollout._replace(episodes=[[episode, ended]]), notes)
-    assert notes.failing_tools == (0, "")
+    assert notes.failing_tools == {}
 
 
 def test_a_chat_policy_without_a_template_gives_a_warning(place, tmp_path):

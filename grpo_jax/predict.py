@@ -133,32 +133,38 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _predict(options: argparse.Namespace) -> None:
+    from grpo_jax.config.run import RENDERER
     from grpo_jax.rollout.records import RECORD_SUFFIXES
     from grpo_jax.runs.compile_cache import enable_compile_cache
+    from grpo_jax.runs.policy import run_config
 
     if options.file is not None and Path(options.file).suffix.lower() in RECORD_SUFFIXES:
         raise UserError(f"--file: expected a text with a prompt on each line, got the records of {options.file}")
+    config = run_config(options.run)
+    if options.pictures is not None and RENDERER not in config.judges:
+        raise UserError(f"--pictures: {options.run} has no renderer")
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
     with ExitStack() as exit_stack:
-        named = options.run, options.checkpoint
-        rewrite = make_player(*named, exit_stack) if options.pictures else load_rewriter(*named)
+        named, plays = (options.run, options.checkpoint), options.pictures or config.sampling.turns > 1
+        rewrite = make_player(*named, exit_stack) if plays else load_rewriter(*named)
         for number, prompt in enumerate(prompts):
             answer = rewrite(prompt, options.picture)
-            text = answer if isinstance(answer, str) else _draw(answer, options.pictures / f"{number}.png")
+            text = answer if isinstance(answer, str) else answer.completion
+            if options.pictures is not None and not isinstance(answer, str):
+                _draw(answer, options.pictures / f"{number}.png")
             as_json = options.json or options.file is not None
             print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
 
 
-def _draw(turn: Turn, path: Path) -> str:
-    """Write a turn's picture; return its completion."""
+def _draw(turn: Turn, path: Path) -> None:
+    """Write a turn's picture."""
     from grpo_jax.rollout.pictures import png
 
     if turn.image is None:
-        raise UserError(f"--pictures: the run has no renderer, or it drew no picture of {turn.completion!r}")
+        raise UserError(f"--pictures: the renderer drew no picture of {turn.completion!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(png(turn.image))
-    return turn.completion
 
 
 def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:

@@ -24,7 +24,7 @@ _DECODED_HEADS = (64, 128)  # head sizes of `attend_token`: Triton's blocks are 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 _FLASH_PLATFORMS = ("cuda", "tpu")
-_FLASH = (*_FLASH_PLATFORMS, "cudnn")
+_FLASH_KINDS = (*_FLASH_PLATFORMS, "cudnn")
 _FLASH_SHORTEST = 128  # queries of a row from which on the kernels are taken
 _FLASH_HEADS = range(16, 129, 8)
 """Sizes of a head that they take: Triton has no smaller products, larger ones do not fit into every card's core, and
@@ -324,7 +324,7 @@ def attend_streams(
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
     plain = all(setting is None for setting in (softcap, layer_input.window, layer_input.scale))
-    flash = plain and layer_input.prefix is None and attention in _FLASH and query.shape[-1] in _FLASH_HEADS
+    flash = plain and layer_input.prefix is None and attention in _FLASH_KINDS and query.shape[-1] in _FLASH_HEADS
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
     if plain and attention in ("cuda", "cudnn") and has_triton() and _decodes(query, layer_input, context):

@@ -56,7 +56,7 @@ def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
 
 
 def _cudnn_rows(query: jax.Array, key: jax.Array, value: jax.Array, padding: jax.Array) -> jax.Array:
-    """Compute causal attention of rows [B, S, H, E] with `padding` [B] before their tokens; its own result is 0.
+    """Compute causal attention of rows [B, S, H, E] that begin with `padding` [B] tokens, whose result is 0.
 
     cuDNN takes lengths, so each row moves to its beginning and back.
     """

@@ -20,7 +20,7 @@ import numpy as np
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.models.vision.pictures import Pictures
-from grpo_jax.rollout.pictures import File, Source, as_text, digest
+from grpo_jax.rollout.pictures import File, Source, content_of, digest
 
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
@@ -151,7 +151,8 @@ def data_identity(prompts: PromptSet) -> dict[str, str]:
         facts = row_facts(rows)
         digests[name] = f"{len(rows)} of digest {hashlib.sha256(facts['content'].tobytes()).hexdigest()[:12]}"
         for place in () if name == TRAINING_ROWS else np.flatnonzero(facts["pictures"]).tolist():
-            pictures.update("".join(map_pictures(rows[place], functools.partial(as_text, path=False))).encode())
+            for content in map_pictures(rows[place], content_of):
+                pictures.update(content)
             digests[HELD_OUT_PICTURES] = f"digest {pictures.hexdigest()[:12]}"
     return digests
 

@@ -258,13 +258,18 @@ def digest(source: Source) -> str:
     return hashlib.sha256(source).hexdigest()
 
 
-def as_text(source: Source, *, path: bool = True) -> str:
-    """Return a picture as a string for `source_of`: with `path` a file's path, else base64 of its bytes."""
-    if isinstance(source, File) and path:
+def as_text(source: Source) -> str:
+    """Return a picture as a string for `source_of`: the file's path, else base64 of its bytes."""
+    if isinstance(source, File):
         return str(source.path.absolute())
-    held = source.path.read_bytes() if isinstance(source, File) else source
-    data = held if isinstance(held, bytes) else png(read_rgb(held))
-    return "data:image/png;base64," + base64.b64encode(data).decode()
+    return "data:image/png;base64," + base64.b64encode(content_of(source)).decode()
+
+
+def content_of(source: Source) -> bytes:
+    """Return the bytes of a picture's file, or of a PNG file for one in memory; OSError if the file is missing."""
+    if isinstance(source, File):
+        return source.path.read_bytes()
+    return source if isinstance(source, bytes) else png(read_rgb(source))
 
 
 def png(picture: Image | np.ndarray) -> bytes:

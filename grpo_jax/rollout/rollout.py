@@ -24,7 +24,7 @@ from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Encoded, Row
 from grpo_jax.rollout.encoding import ParsedCompletion, PictureInput
-from grpo_jax.rollout.env import EnvSettings, Episode, Observation, Turn, ask_environment
+from grpo_jax.rollout.env import Env, EnvSettings, Episode, Observation, Turn, ask_environment
 from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rewards import ExtraColumns, Score
@@ -65,6 +65,10 @@ class RolloutFns(NamedTuple):
         if pictures is None or self.encode_images is None:
             return None, None
         return self.encode_images(variables, pictures)
+
+    def with_step(self, step: Env) -> RolloutFns:
+        """Return the functions with another environment, such as a control."""
+        return self if self.env is None else self._replace(env=self.env._replace(step=step))
 
 
 class Rollout(NamedTuple):

@@ -28,7 +28,7 @@ from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import load
 from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures
-from grpo_jax.runs.policy import START, restore_variables, run_config, saved_renderer, weights_identity
+from grpo_jax.runs.policy import START, policy_identity, restore_variables, run_config, saved_renderer
 from grpo_jax.tasks.task import Info
 from grpo_jax.training.estimators import total_rewards
 
@@ -170,9 +170,8 @@ def measure_all(ctx: RunContext, variables: Variables, *, references: bool = Tru
     if not rows:
         return {}
     evaluations = {"greedy": evaluate(ctx, variables, rows)}
-    for control, step in ctx.task_data.environment.controls.items() if (env := ctx.fns.env) else ():
-        fns = ctx.fns._replace(env=env and env._replace(step=step))
-        controlled = evaluate(ctx._replace(fns=fns), variables, rows)
+    for control, step in ctx.task_data.environment.controls.items() if ctx.fns.env else ():
+        controlled = evaluate(ctx._replace(fns=ctx.fns.with_step(step)), variables, rows)
         for name in ctx.measure_names:
             evaluations["greedy"].measures[f"{name}_{control}"] = controlled.measures[name]
     if ctx.config.evaluation.samples:
@@ -236,7 +235,7 @@ class InferenceSession:
         self.ctx = load(config, info, rewards=rewards, exit_stack=exit_stack)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         policy = self.ctx.policy
-        identity = weights_identity(config, policy, teacher=False)
+        identity = policy_identity(config, policy, teacher=False)
         start = self.ctx.renderer and self.ctx.renderer.state()
 
         def restore(checkpoint: str) -> tuple[Variables, dict[str, np.ndarray] | None]:

@@ -45,8 +45,8 @@ from grpo_jax.runs.policy import (
     make_prepare,
     make_see,
     policy_folder,
+    policy_identity,
     unused_chat_mark,
-    weights_identity,
 )
 from grpo_jax.runs.processes import digest_files, require_same
 from grpo_jax.runs.python_input import kept_prompts
@@ -108,10 +108,10 @@ def load(
     devices = policy_devices(placement, config.policy)
     loaded = load_policy(config, data, devices, info)
     config, policy = loaded.config, loaded.policy
-    weights = weights_identity(config, policy, teacher=trains)
-    weights |= from_main_process(lambda: judges_identity(config) | code_identity(config, resolved))
-    require_same(weights)
-    data = dataclasses.replace(data, identity={**data.identity, **weights})
+    identity = policy_identity(config, policy, teacher=trains)
+    identity |= from_main_process(lambda: judges_identity(config) | code_identity(config, resolved))
+    require_same(identity)
+    data = dataclasses.replace(data, identity={**data.identity, **identity})
     allowed = policy_tokens(config, policy.folder)
     trie = choices_trie(config, data.choices and data.choices.texts, policy.folder)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)

@@ -278,8 +278,8 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Notes) -> Notes:
     truncated = notes.truncated + 1 if cut else 0
     share, last = tool_errors(rollout) if ctx.config.data.tool_names else (0.0, "")
     failing = {last: sum(notes.failing_tools.values()) + 1} if share == 1 else {}
-    streaked = notes._replace(streaks=streaks, constant=constant, range=ranges, truncated=truncated)
-    return streaked._replace(failing_tools=failing)
+    counted = {"streaks": streaks, "constant": constant, "range": ranges, "truncated": truncated}
+    return notes._replace(**counted, failing_tools=failing)
 
 
 def streak_warnings(ctx: RunContext, notes: Notes, done: int) -> list[str]:

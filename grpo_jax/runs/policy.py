@@ -129,7 +129,7 @@ def load_run_policy(
     if policy.platform == "cuda" and not has_triton():
         info("policy", f"jax {jax.__version__} has no Pallas on Triton: attention is XLA's, slower (docs/planning.md)")
     if policy.attn_implementation == "cudnn" != policy.attention:
-        info("policy", "attn_implementation cudnn needs compute_dtype bfloat16 on one GPU (no T4): it is auto")
+        info("policy", "attn_implementation cudnn is for bfloat16 on one GPU, from A100 on: this run has auto")
     return policy
 
 
@@ -157,7 +157,7 @@ def load_teacher(config: Config, policy: Policy, **distribution: Any) -> Callabl
     return lambda batch: look(teacher.variables, batch).logprobs
 
 
-def weights_identity(config: Config, policy: Policy, *, teacher: bool) -> dict[str, str]:
+def policy_identity(config: Config, policy: Policy, *, teacher: bool) -> dict[str, str]:
     """Return digests of what checkpoints lack: frozen weights (base, tower, teacher), config and tokenizer."""
     folders = {"policy.path": policy.folder.path} if policy.lora or VISUAL in policy.variables else {}
     if teacher and config.algorithm.teacher:
@@ -216,7 +216,7 @@ def restore_policy(
     config = run_config(run_dir)
     config = config.replace(policy=config.policy.replace(mesh=MeshSection()))
     policy = load_run_policy(config, [_policy_device(config)], lambda *_: None, pictures=pictures)
-    identity = weights_identity(config, policy, teacher=False)
+    identity = policy_identity(config, policy, teacher=False)
     variables, meta = restore_variables(policy.variables, run_dir, checkpoint, identity)
     return config, policy.replace(variables=variables), meta
 

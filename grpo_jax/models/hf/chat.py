@@ -260,9 +260,9 @@ def conversation_encoder(
         roles = [message.role for message in form for part in message.parts if part is not PICTURE]
         plain = tuple(Message(m.role, tuple(part and "" for part in m.parts)) for m in form)
         usual = [_PROBE] * len(roles)
+        whole = rendered(usual, plain)
         for place, role in enumerate(roles):
-            changed = [*usual[:place], _WRITTEN, *usual[place + 1 :]]
-            if rendered(changed, plain) == rendered(usual, plain):
+            if rendered([*usual[:place], _WRITTEN, *usual[place + 1 :]], plain) == whole:
                 why = f"leaves out a message of the role {role}: fix it, or drop the message"
                 raise UserError(f"the chat template of {_folder(tokenizer)} {why}")
         return texts_encoder(

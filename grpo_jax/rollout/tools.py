@@ -20,6 +20,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, failures_as, one_line, raised_by_user_code
+from grpo_jax.models.hf.chat import Tokenizer, written_call
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import EnvError, Episode, Observation
 from grpo_jax.rollout.openenv import PREFIX, tool_class
@@ -83,6 +84,12 @@ def _read_call(text: str) -> Call:
     if not isinstance(arguments, Mapping):
         return Call(problem=f"arguments must be an object, {_FORM}")
     return Call(call["name"], arguments)
+
+
+def unread_call(tokenizer: Tokenizer, switches: Mapping[str, Any]) -> str:
+    """Return a call as the chat template writes it, if `calls_in` does not read that form; "" if it does."""
+    form = written_call(tokenizer, "look_up", switches)
+    return "" if calls_in(form) == [Call("look_up")] else form
 
 
 class Toolbox:

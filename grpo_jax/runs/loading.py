@@ -20,7 +20,7 @@ from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY, RENDERER, Config
 from grpo_jax.config.sections import TODAY, PolicySection
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, on_all_processes, process_count
 from grpo_jax.models.hf import folder as hf
 from grpo_jax.models.policy import Policy
@@ -33,6 +33,7 @@ from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import Reward, Score, arguments_of
 from grpo_jax.rollout.rollout import RolloutFns
+from grpo_jax.rollout.tools import unread_call
 from grpo_jax.runs.context import RunContext
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.metrics import require_names
@@ -212,6 +213,9 @@ def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], i
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         missing = f"has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", f"warning: {folder.path} {missing}")
+    if config.data.tool_names and (form := unread_call(folder.tokenizer, template_options(config.data))):
+        known = 'tool calls are read as <tool_call>{"name": …, "arguments": {…}}</tool_call> or {"name": …, …} alone'
+        info("policy", f"warning: {known}, and the chat template of {folder.path} writes {short_repr(form)}")
     policy = load_run_policy(config, devices, info, pictures=pictures, read=folder)
     if image_processor is None:
         return LoadedPolicy(config, policy, encode, None, None)

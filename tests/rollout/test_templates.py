@@ -14,6 +14,7 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Observation, make_encode_observation
+from grpo_jax.rollout.tools import unread_call
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -55,6 +56,23 @@ def test_an_option_that_a_template_ignores_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"template does not support tools; remove data\.tools or use another policy$"):
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
+
+
+def test_a_template_whose_calls_are_not_read_is_named():
+    """Qwen's and Llama's forms are read, Mistral's is not."""
+    tokenizer = chat_tokenizer()
+    before = "{% for message in messages %}{{ message['role'] }}\n{{ message['content'] }}"
+    call = '{{ c.name }}", "%s": {{ c.arguments | tojson }}'
+    for form, word, read in (
+        ('<tool_call>\n{"name": "@}\n</tool_call>', "arguments", True),
+        ('{"name": "@}<|im_end|>', "parameters", True),
+        ('[TOOL_CALLS] [{"name": "@}]', "arguments", False),
+        ("", "", True),  # it writes no calls
+    ):
+        written = "{% set c = message.tool_calls[0].function %}" + form.replace("@", call % word) if form else ""
+        tokenizer.chat_template = f"{before}{{% if message.tool_calls %}}{written}{{% endif %}}{{% endfor %}}"
+        found = unread_call(tokenizer, {"tools": [ADD]})
+        assert not found if read else found.startswith('[TOOL_CALLS] [{"name": "look_up"')
 
 
 def test_a_template_that_leaves_out_a_message_or_the_tools_is_refused():

@@ -294,6 +294,19 @@ def knows_option(tokenizer: Tokenizer, name: str, switches: Mapping[str, Json]) 
     return render_chat(tokenizer, talk, **switches) != render_chat(tokenizer, talk, **{**switches, name: None})
 
 
+def written_call(tokenizer: Tokenizer, name: str, switches: Mapping[str, Json]) -> str:
+    """Return the call of a tool without arguments as a chat template writes it; "" if it writes none."""
+    call = {"id": "000000000", "type": "function", "function": {"name": name, "arguments": {}}}
+    answers: list[dict[str, Json]] = [{"content": _PROBE}, {"content": "", "tool_calls": [call]}]
+    talks = [[{"role": "user", "content": _PROBE}, {"role": "assistant", **answer}] for answer in answers]
+    try:
+        answered, called = (render_chat(tokenizer, talk, **switches) for talk in talks)
+    except UserError:  # the template takes other calls, or none
+        return ""
+    differs = (place for place, pair in enumerate(zip(answered, called, strict=False)) if len({*pair}) == 2)
+    return called[next(differs) :] if name in called else ""
+
+
 def _continued(messages: Sequence[dict[str, Json]]) -> str:
     if len(messages) > 1:
         raise UserError("a prompt of several messages needs a chat template, and the policy's tokenizer has none")

@@ -280,10 +280,7 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.
 
 
 def turn_advantages(
-    returns: ArrayLike,
-    turn: ArrayLike,
-    mask: ArrayLike,
-    estimate: Callable[[jax.Array, jax.Array], jax.Array],
+    returns: ArrayLike, turn: ArrayLike, mask: ArrayLike, estimate: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
     """Return each token's advantage: that of its turn, compared with the same turn of the group.
 

@@ -127,12 +127,7 @@ def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLi
 
 
 def importance_weights(
-    old_logprobs: ArrayLike,
-    sampler_logprobs: ArrayLike,
-    mask: ArrayLike,
-    *,
-    cap: float,
-    mode: str = "token_truncate",
+    old_logprobs: ArrayLike, sampler_logprobs: ArrayLike, mask: ArrayLike, *, cap: float, mode: str = "token_truncate"
 ) -> jax.Array:
     """Compute importance weights for the mismatch between trainer and sampler.
 

@@ -48,11 +48,7 @@ an entropy coefficient too, in place of the configured one."""
 
 
 def make_forward(
-    policy: Policy,
-    *,
-    temperature: float,
-    allowed_tokens: jax.Array | None = None,
-    trie: Trie | None = None,
+    policy: Policy, *, temperature: float, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
 ) -> ForwardPass:
     """Make the function (variables, batch, sum_pi_squared=False) → `Forward` of softmax(logits / temperature).
 

@@ -5,8 +5,8 @@
 
 FOLDER holds SmolLM2-135M-Instruct (docs/recipes/arithmetic.md) or another chat model; LoRA trains it. Requests,
 renderer, CLIP and rewards are those of the default run. The prompt holds the request alone. Each seed draws its own
-pairs of a request and the oracle's rewrite. Settings were chosen on seed 100, in two runs. A run that is there in DIR
-is not run again.
+pairs of a request and the oracle's rewrite. Settings were chosen on seed 100, in two runs, those of "examples" in one.
+A run that is there in DIR is not run again.
 
 | arm | after the policy is loaded |
 |---|---|
@@ -14,7 +14,7 @@ is not run again.
 | shuffled | the same, with the rewards permuted within each group |
 | sft | supervision alone on the same pairs, 140 updates: about the CPU seconds of a whole run of gdpo |
 | trl | our supervised updates, then training by TRL's GRPOTrainer in a process of its own (`writer_trl.py`) |
-| examples | training on rewards alone, of answers after six examples in the prompt |
+| examples | training on rewards alone, 200 iterations, of answers after six examples in the prompt, at temperature .5 |
 
 Prints JSON and a table for RESULTS.md: pixel accuracy of held-out requests by greedy rewrites, and gdpo minus each arm
 on the same seeds with its 95 % interval (Student's t). "batches" and "cpu" are the pixel accuracy of each iteration's
@@ -53,7 +53,7 @@ SUPERVISED = "--sft.steps 40"
 ARMS = {
     **dict.fromkeys(("gdpo", "shuffled", "trl"), SUPERVISED),
     "sft": "--sft.steps 140 --training.max_steps 1",
-    "examples": "--sft.steps 0 --data.max_prompt_tokens 256",
+    "examples": "--sft.steps 0 --data.max_prompt_tokens 256 --sampling.temperature 0.5 --training.max_steps 200",
 }
 """An arm's settings. A run has at least one iteration; "sft" is measured before it."""
 CONDITIONED = """[{name: alignment}, {name: length, weight: 0.1},

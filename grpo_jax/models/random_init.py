@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,6 @@ from safetensors.numpy import save_file
 from grpo_jax.config.sections import NewPolicySection
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
-NOT_A_WORD = r"[^\w|]+"
-"""Separator of plain words: all but letters, digits and the mark | that may stand between titles."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -38,7 +37,7 @@ def write_policy(
 
     Args:
         words: The vocabulary; repeated words count once.
-        plain_words: Lower-case text and remove punctuation (`NOT_A_WORD`), as TF-IDF does.
+        plain_words: Lower-case text and remove punctuation (`plain_normalizer`).
         vectors: Initial embeddings of words, f32 [width] each, in place of random ones. The first layer then adds a
             mean of the context, weighted towards recent words (`_recent_mean`), so that near vectors rank high. That
             uses the vectors' last coordinate.
@@ -80,14 +79,13 @@ def write_policy(
 
 
 def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_words: bool) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if plain_words:
-        marks = normalizers.Replace(Regex(NOT_A_WORD), " ")
-        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), marks])
+        backend.normalizer = plain_normalizer()
     backend.add_special_tokens([AddedToken(token, special=True) for token in vocabulary[:4]])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -101,6 +99,15 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], window: int, plain_wor
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+
+
+@functools.cache
+def plain_normalizer():
+    """Return the tokenizer's step to plain words: Python's `lower` and `\\w` differ outside Latin."""
+    from tokenizers import Regex, normalizers
+
+    marks = Regex(r"[^\w|]+")  # all but letters, their accents, digits, and the | that may stand between titles
+    return normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(marks, " ")])
 
 
 def _llama_tensors(seed: int, vocabulary: int, width: int, layers: int, inside: int) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_jax.config.sections import NewPolicySection
 from grpo_jax.models.random_init import write_policy
+from grpo_jax.tasks.recommendation.catalogue import plain
 from grpo_jax.tasks.recommendation.dataset import make_catalogue_of_words
 
 CATALOGUE = make_catalogue_of_words(560)
@@ -38,6 +39,21 @@ def test_every_word_is_a_token_and_reads_back(folder):
     assert prompt == [*ids, tokenizer.convert_tokens_to_ids("<|next|>")]
     whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": f" {title}"}], tokenize=False)
     assert tokenizer(whole, add_special_tokens=False)["input_ids"] == [*ids, *ids, tokenizer.eos_token_id]
+
+
+def test_titles_of_every_script_are_plain_words_of_the_tokenizer(tmp_path):
+    """Python splits words at vowel signs and lowers a last sigma otherwise than the tokenizer."""
+    from transformers import AutoTokenizer
+
+    titles = ["हिन्दी किताब", "ภาษาไทยดี", "İstanbul Lamp", "ΠΟΛΗΣ", "cafe\u0301 noir", "Crème ½ x² No. 5!", "日本語 ❤️"]
+    words = [word for title in titles for word in plain(title).split()]
+    write_policy(tmp_path, words, NewPolicySection(width=32, heads=2), plain_words=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for title in titles:
+        ids = tokenizer(title)["input_ids"]
+        assert ids and tokenizer.unk_token_id not in ids
+        assert plain(tokenizer.decode(ids)) == plain(title)
+    assert plain("Crème ½ x² No. 5!") == "crème x no 5"
 
 
 def test_both_libraries_load_it_and_agree(tmp_path):

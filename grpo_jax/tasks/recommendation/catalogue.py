@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ import numpy as np
 from grpo_jax.config.files import read_text
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import Problems, UserError, one_line
-from grpo_jax.models.random_init import NOT_A_WORD
+from grpo_jax.models.random_init import plain_normalizer
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS
 
 
@@ -85,7 +84,7 @@ def items_of(texts: Sequence[str]) -> Items:
 
 def plain(text: str) -> str:
     """Normalise a title so that all tokenizers, also those of plain words, decode it alike."""
-    return " ".join(re.sub(NOT_A_WORD, " ", text.lower()).split())
+    return " ".join(plain_normalizer().normalize_str(text).split())
 
 
 class UserSequence(NamedTuple):

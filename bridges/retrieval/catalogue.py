@@ -31,8 +31,9 @@ def read_catalogue_file(path: str | Path, *, title_column: str = "title") -> tup
     for line, row in read_table(path, problems, needs=("title",), columns=columns):
         id_column = next(iter(row))
         identifier = row[id_column].strip()
-        if id_column == "title":
-            raise UserError(f"{path}: the first column is the title: put the column of ids first")
+        if id_column in ("title", ""):
+            named = "is the title" if id_column else "has no name"
+            raise UserError(f"{path}: the first column {named}: put the column of ids first")
         if not identifier:
             problems.add(f"line {line}: the item's id is blank")
         elif identifier in lines:
@@ -61,21 +62,23 @@ def read_table(
         header = [field.strip() for field in next(rows, ())]
         if not header:
             return
+        if twice := [name for name in header if name and header.count(name) > 1]:
+            raise UserError(f"{path}: the header names the column {twice[0]!r} twice: rename one of them")
         absent = [name for name in needs if name not in header and PUBLISHED.get(name) in header]
         columns = {name: PUBLISHED[name] for name in absent} | dict(columns)
+        renamed = {old: name for name, old in columns.items()}
+        names = [renamed.get(column, "" if column in columns else column) for column in header]
         for name in needs:
-            if columns.get(name, name) not in header:
+            if name not in names:
                 raise UserError(
                     f"{path}: the header has no column {columns.get(name, name)!r}, it says {header}: rename "
                     f"it with --data.columns.{name} NAME; {'tabs' if tabs else 'commas'} separate columns"
                 )
         for fields in rows:
-            if len(fields) != len(header):
+            if len(fields) == len(header):
+                yield reader.line_num, dict(zip(names, fields, strict=True))
+            else:
                 expected = f"expected {len(header)} fields as in the header"
                 problems.add(f"line {reader.line_num}: {expected}, got {len(fields)}")
-                continue
-            row = dict(zip(header, fields, strict=True))
-            renamed = {name: row[old] for name, old in columns.items() if old in row}
-            yield reader.line_num, {name: row[name] for name in row if name not in columns.values()} | renamed
     except csv.Error as error:
         raise UserError(f"{path}: line {reader.line_num}: not {'TSV' if tabs else 'CSV'} ({error})") from error

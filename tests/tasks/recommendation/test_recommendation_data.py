@@ -81,12 +81,16 @@ IDS = [f"P{n:03d}" for n in range(40)]
 ITEMS = "item_id\ttitle\n" + "".join(f"{name}\tsoap of kind {name}\n" for name in IDS)
 LINES = "".join(f"u{n} {' '.join(IDS[(3 * n + step) % 40] for step in range(6))}\n" for n in range(30))
 BY_TITLE = "title\titem_id\n" + "".join(f"soap\t{name}\n" for name in IDS)
+NUMBERED = "\titem_id\ttitle\n" + "".join(f"{IDS[-1 - n]}\t{name}\tsoap\n" for n, name in enumerate(IDS))
 
 
 @pytest.mark.parametrize(
     ("items", "users", "message"),
     [
         (BY_TITLE, LINES, "items.tsv: the first column is the title: put the column of ids first"),
+        (BY_TITLE.replace("title", "name"), LINES, "items.tsv: the first column is the title: put the column of ids"),
+        (NUMBERED, LINES, "items.tsv: the first column has no name: put the column of ids first"),
+        ("item_id\ttitle\titem_id\nx\ty\tz\n", LINES, "items.tsv: the header names the column 'item_id' twice"),
         (ITEMS.replace("P0", "P"), LINES, "40 of 40 items are not in the catalogue, such as 'P000'; its first id is "),
         (ITEMS, LINES.replace(" ", ","), "a line is user_id item1 … itemN, separated by white"),
         (ITEMS.replace("\t", ","), LINES, "['item_id,title']: rename it with --data.columns.title NAME; tabs sep"),
@@ -100,7 +104,8 @@ def test_a_file_that_is_wrong_as_a_whole_is_one_line(items, users, message, tmp_
     for name, content in {"items.tsv": items, "sequential.txt": users}.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(UserError) as error:
-        read_sequences(tmp_path / "sequential.txt", read_catalogue(tmp_path / "items.tsv"))
+        columns = {"title": "name"} if b"name\t" in (tmp_path / "items.tsv").read_bytes() else None
+        read_sequences(tmp_path / "sequential.txt", read_catalogue(tmp_path / "items.tsv", columns=columns))
     assert "\n" not in str(error.value) and message in str(error.value)
 
 
@@ -163,6 +168,7 @@ def test_purchases_of_a_shop_have_names_and_times_of_their_own(tmp_path):
     for changed, said in (
         ({}, "the header has no column 'user_id', it says .* --data.columns.user_id"),
         ({**NAMES, "timestamp": "when"}, "the header has no column 'when'"),
+        ({**NAMES, "user_id": "sku"}, "the header has no column 'sku'"),
     ):
         with pytest.raises(UserError, match=said):
             read_events(path, LETTERS, columns=changed)

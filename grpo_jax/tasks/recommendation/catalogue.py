@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,7 +104,8 @@ class Sequences(NamedTuple):
 def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     """Read ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
-    Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are skipped.
+    Blank lines are skipped. A user's repeated item counts once, at its first position, since rankings leave out the
+    history. Users with fewer than two items are skipped; ``notes`` has both numbers.
     """
     text = read_text(path, own_package("bridges", "retrieval.catalogue").MOST_BYTES)
     problems = Problems()
@@ -128,13 +129,13 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
 
 def _sequences(
     path: str | Path,
-    items: Mapping[str, Collection[str]],
+    events: Mapping[str, Sequence[str]],
     catalogue: Catalogue,
     problems: Problems,
     form: str,
-    notes: Sequence[str] = (),
 ) -> Sequences:
-    """Return the users with at least two items, or raise a file's problems as one UserError."""
+    """Return the users with at least two different items, or raise a file's problems as one UserError."""
+    items = {user: dict.fromkeys(own) for user, own in events.items()}
     named = {item for own in items.values() for item in own}
     unknown = sorted(item for item in named if item not in catalogue.rows)
     if 2 * len(unknown) > len(named):
@@ -145,8 +146,11 @@ def _sequences(
         )
     problems.refuse(str(path))
     users = [UserSequence(user, tuple(catalogue.rows[i] for i in own)) for user, own in items.items() if len(own) > 1]
+    notes = []
+    if repeated := sum(map(len, events.values())) - sum(map(len, items.values())):
+        notes.append(f"{repeated} events repeat an item of the same user and are left out; the first counts")
     if few := len(items) - len(users):
-        notes = (*notes, f"{few} users with fewer than 2 items are left out")
+        notes.append(f"{few} users with fewer than 2 items are left out")
     if not users:
         raise UserError(f"{path} has no user with at least 2 items; {'; '.join([*notes, form])}")
     return Sequences(tuple(users), tuple(notes))
@@ -175,13 +179,8 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
             problems.add(f"line {line}: user {user}: item {item} not in the catalogue")
         events.setdefault(user, []).append((time, item))
     # Sorting is stable: ties keep the order of the file.
-    items = {
-        user: dict.fromkeys(item for _, item in sorted(some, key=operator.itemgetter(0)))
-        for user, some in events.items()
-    }
-    repeated = sum(map(len, events.values())) - sum(map(len, items.values()))
-    note = f"{repeated} events repeat an item of the same user and are left out; the first counts"
-    return _sequences(path, items, catalogue, problems, "a line is an event", [note] if repeated else [])
+    items = {user: [item for _, item in sorted(some, key=operator.itemgetter(0))] for user, some in events.items()}
+    return _sequences(path, items, catalogue, problems, "a line is an event")
 
 
 def _seconds(text: str) -> float:

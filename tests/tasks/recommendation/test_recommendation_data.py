@@ -116,6 +116,16 @@ def test_sequences_are_read(tmp_path):
     assert found.notes == ("3 users with fewer than 2 items are left out",)
 
 
+def test_a_repeated_item_counts_once_because_rankings_leave_out_the_history(tmp_path):
+    found = read_sequences(write(tmp_path, "s.txt", "u1 a b a c b\nu2 d d d\n"), LETTERS)
+    assert found.users == (UserSequence("u1", (0, 1, 2)),)
+    assert found.notes == (
+        "4 events repeat an item of the same user and are left out; the first counts",
+        "1 users with fewer than 2 items are left out",
+    )
+    assert not any(target.item in target.history for part in last_split(found.users)[1:] for target in part)
+
+
 def test_all_bad_lines_of_sequences_are_said_at_once(tmp_path):
     path = write(tmp_path, "s.txt", "u1 a b c\nu2 a x y\nu1 b c\nu5 a b\n")
     with pytest.raises(UserError, match=r"s\.txt: 2 bad lines: line 2: user u2: item x and 1 more not in the") as error:

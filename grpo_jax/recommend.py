@@ -37,8 +37,9 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
 
     if not hasattr(run_config(run_dir).task, "recommender"):
         raise UserError(f"{short_name(run_dir)}: its task recommends nothing")
-    config, policy, _ = restore_policy(run_dir, checkpoint)
-    return config.task.recommender(config, policy, functools.partial(make_rewriter, config, policy))
+    config, policy, meta = restore_policy(run_dir, checkpoint)
+    saved = meta.get("progress", {}).get("identity", {}).get("task", {})
+    return config.task.recommender(config, policy, functools.partial(make_rewriter, config, policy), saved)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -159,6 +159,11 @@ def digest(parts: Iterable[bytes | str]) -> str:
     return total.hexdigest()[:16]
 
 
+def catalogue_identity(titles: Sequence[str]) -> str:
+    """Return the number of the titles and the digest of all, in their order."""
+    return f"{len(titles)} titles, {digest(titles)}"
+
+
 class Fingerprint(NamedTuple):
     """Digests of catalogue (titles in their order) and encoder; stored in checkpoints."""
 
@@ -177,11 +182,10 @@ class Index(NamedTuple):
 
 def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
     """Load the vectors of titles, in the order of their rows, from the cache, or make and cache them."""
-    own = digest(titles)
-    fingerprint = Fingerprint(f"{len(titles)} titles, {own}", encoder.identity)
+    fingerprint = Fingerprint(catalogue_identity(titles), encoder.identity)
     if cache is None:
         return Index(encode_titles(encoder, titles), fingerprint, None)
-    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{own}-{_FORMAT}"
+    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{digest(titles)}-{_FORMAT}"
     try:
         if not folder.is_dir():
             save_index(folder, titles, encode_titles(encoder, titles), fingerprint)

@@ -87,7 +87,7 @@ def find_actor(number: int) -> Any | None:
 def connect(titles: Sequence[str], section: RetrievalSection) -> RayBackend:
     """Find the service at an address; UserError if it serves another run."""
     backend = RayBackend(section.address)
-    ours = f"{absolute(section.encoder)} and {len(titles)} titles, {encoders.digest(titles)}"
+    ours = f"{absolute(section.encoder)} and {encoders.catalogue_identity(titles)}"
     theirs = f"{backend.encoder} and {backend.fingerprint.catalogue}"
     if theirs != ours:
         raise UserError(f"the retrieval service has the encoder {theirs}; this run has {ours}")

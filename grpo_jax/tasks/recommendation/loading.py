@@ -148,7 +148,7 @@ Recommender = Callable[..., list[Recommended]]
 """recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
 
 
-def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Recommender:
+def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: Mapping[str, str]) -> Recommender:
     """Return recommend(history, k, exclude=…, note=…) of a trained policy.
 
     A policy that ranks the catalogue gives its best items, with the run's prior. A policy that writes queries gives a
@@ -157,11 +157,15 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter) -> Reco
 
     The history and `exclude` are titles or ids, the history oldest first. A repeated item counts once, at its last
     position, and is not recommended. `note` gets a line about each unknown name, which is skipped. If no item remains,
-    `note` gets a line and the most popular items are returned.
+    `note` gets a line and the most popular items are returned. An item's own word is its place in the catalogue:
+    UserError for another one than in `saved`, the facts of the checkpoint's task.
     """
     task = config.task
     dataset = load_dataset(task, config.data.columns)
     items = dataset.catalogue
+    catalogue = own_package("bridges", "retrieval.encoders").catalogue_identity(items.titles)
+    trained = saved.get("catalogue", catalogue)
+    require(task.writes != "item" or trained == catalogue, "task.catalogue", f"that of training ({trained})", catalogue)
     if task.writes == "query":
         best = _by_query(config, items, writer(dataset.prompts.test))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from grpo_jax.config.fields import require
@@ -54,8 +54,8 @@ class Recommendation(RecommendationFields):
 
         return load_task(self, setup)
 
-    def recommender(self, config: Config, policy: Policy, writer: MakeWriter) -> Recommender:
-        """Return a trained policy's recommender (`recommending.make_recommender`)."""
+    def recommender(self, config: Config, policy: Policy, writer: MakeWriter, saved: Mapping[str, str]) -> Recommender:
+        """Return a trained policy's recommender (`loading.make_recommender`)."""
         from grpo_jax.tasks.recommendation.loading import make_recommender
 
-        return make_recommender(config, policy, writer)
+        return make_recommender(config, policy, writer, saved)

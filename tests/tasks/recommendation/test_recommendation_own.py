@@ -16,10 +16,13 @@ from safetensors.numpy import load_file
 from support.imports import ROOT
 from support.shop_files import write_shop
 
+from bridges.retrieval.encoders import catalogue_identity
+from grpo_jax.config.command_line import find_config, load_config
+from grpo_jax.errors import UserError
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.tasks.recommendation.dataset import make_world
-from grpo_jax.tasks.recommendation.loading import item_vectors
+from grpo_jax.tasks.recommendation.loading import item_vectors, make_recommender
 from grpo_jax.train import main
 
 PAGE = (ROOT / "docs" / "recommendation.md").read_text().partition("## Your own catalogue")[2].partition("\n## ")[0]
@@ -146,6 +149,17 @@ def test_what_is_excluded_is_never_recommended(shop, run, monkeypatch, capsys):
     assert recommend_main(["--run", str(run), "--history", "i3 | i7", "--exclude", "sold_out.txt", "--json"]) == 0
     found = [item["item"] for item in json.loads(capsys.readouterr().out)["items"]]
     assert len(found) == 10 and not {*first} & {*found}
+
+
+def test_items_words_are_places_so_another_catalogue_is_refused(shop, tmp_path):
+    """A shop may write its items in another order; item_5 would name another one."""
+    lines = (shop / "items.tsv").read_text().splitlines(keepends=True)
+    (tmp_path / "items.tsv").write_text("".join([lines[0], *lines[:0:-1]]))
+    config = load_config(find_config("recommendation_own"))
+    files = {"source": str(shop / "sequential.txt"), "catalogue": str(tmp_path / "items.tsv")}
+    config = config.replace(task=config.task.replace(**files))
+    with pytest.raises(UserError, match=r"task.catalogue: expected that of training \(280 titles, \w+\), got '280 tit"):
+        make_recommender(config, None, None, {"catalogue": catalogue_identity(TITLES)})
 
 
 @pytest.mark.parametrize(

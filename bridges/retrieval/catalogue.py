@@ -58,8 +58,8 @@ def read_table(
     tabs = Path(path).suffix.lower() == ".tsv"
     reader = csv.reader(text, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(text, strict=True)
     try:
-        rows = (fields for fields in reader if any(field.strip() for field in fields))
-        header = [field.strip() for field in next(rows, ())]
+        rows = (cells for cells in reader if any(cell.strip() for cell in cells))
+        header = [cell.strip() for cell in next(rows, ())]
         if not header:
             return
         if twice := [name for name in header if name and header.count(name) > 1]:
@@ -74,11 +74,10 @@ def read_table(
                     f"{path}: the header has no column {columns.get(name, name)!r}, it says {header}: rename "
                     f"it with --data.columns.{name} NAME; {'tabs' if tabs else 'commas'} separate columns"
                 )
-        for fields in rows:
-            if len(fields) == len(header):
-                yield reader.line_num, dict(zip(names, fields, strict=True))
+        for cells in rows:
+            if len(cells) == len(names):
+                yield reader.line_num, dict(zip(names, cells, strict=True))
             else:
-                expected = f"expected {len(header)} fields as in the header"
-                problems.add(f"line {reader.line_num}: {expected}, got {len(fields)}")
+                problems.add(f"line {reader.line_num}: expected {len(names)} fields as in the header, got {len(cells)}")
     except csv.Error as error:
         raise UserError(f"{path}: line {reader.line_num}: not {'TSV' if tabs else 'CSV'} ({error})") from error

@@ -74,10 +74,8 @@ def item_word(row: int) -> str:
 
 def items_of(texts: Sequence[str]) -> Items:
     """Return the Items of I titles or items' own words; a shared text belongs to the first item."""
-    by_text: dict[str, int] = {}
-    for row, text in enumerate(texts):
-        if plain(text):
-            by_text.setdefault(plain(text), row)
+    by_text = {plain(text): row for row, text in reversed(list(enumerate(texts)))}
+    by_text.pop("", None)
     rows = sorted(by_text.values())
     return Items([texts[row] for row in rows], np.array(rows), len(texts), by_text)
 
@@ -128,11 +126,7 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
 
 
 def _sequences(
-    path: str | Path,
-    events: Mapping[str, Sequence[str]],
-    catalogue: Catalogue,
-    problems: Problems,
-    form: str,
+    path: str | Path, events: Mapping[str, Sequence[str]], catalogue: Catalogue, problems: Problems, form: str
 ) -> Sequences:
     """Return the users with at least two different items, or raise a file's problems as one UserError."""
     items = {user: dict.fromkeys(own) for user, own in events.items()}

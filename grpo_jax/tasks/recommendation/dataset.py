@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
+from grpo_jax.tasks.recommendation import PLACES
 from grpo_jax.tasks.recommendation.baselines import item_similarity, taken_counts
 from grpo_jax.tasks.recommendation.catalogue import (
     Catalogue,
@@ -71,11 +73,9 @@ def history_prompt(task: RecommendationFields, titles: Sequence[str], names: Seq
     """
     words = " ".join(names[-task.history_items :])
     cut = [cut_title(title, task.title_characters) or NO_TITLE for title in titles[-task.history_items :]]
-    # Fill in {last} first: a placeholder within a title must stay unchanged.
-    text = task.template.replace("{items}", words)
-    before, history, after = text.replace("{last}", "\0").partition("{history}")
-    listed = task.separator.join(cut) if history else ""
-    return before.replace("\0", cut[-1]) + listed + after.replace("\0", cut[-1])
+    values = {"{history}": task.separator.join(cut), "{last}": cut[-1], "{items}": words}
+    # At once: a placeholder within a title must stay unchanged.
+    return re.sub("|".join(PLACES), lambda place: values[place[0]], task.template)
 
 
 def cut_title(title: str, characters: int) -> str:
@@ -145,10 +145,9 @@ def sft_pairs(task: RecommendationFields, dataset: Dataset, seed: int) -> list[t
     rows, catalogue = dataset.prompts.train, dataset.catalogue
     if task.writes == "query" and task.source == "dummy":
         return lessons(rows, catalogue, seed=seed)
+    texts = [catalogue.written[row.columns["target_row"]] for row in rows]
     if task.writes == "query":
         texts = together_titles(rows, catalogue, dataset.known)
-    else:
-        texts = [catalogue.written[row.columns["target_row"]] for row in rows]
     return [(row.prompt, text) for row, text in zip(rows, texts, strict=True) if text]
 
 

@@ -208,6 +208,7 @@ def test_a_template_lists_the_newest_titles():
     assert history_prompt(task, ["one", "two", "three"]) == "Last was three. Before {odd}: two | three!"
     assert history_prompt(Recommendation(), ["", "b"]) == f"{examples.NO_TITLE}\nb"
     assert history_prompt(Recommendation(), ["{last}", "{history}"]) == "{last}\n{history}"
+    assert history_prompt(Recommendation(template="{history}; {last}; {history}"), ["one"]) == "one; one; one"
     cuts = {16: "OPI Nail Lacquer", 10: "OPI Nail", 5: "OPI", 2: "OP"}  # between words where that leaves one
     assert {n: cut_title("OPI Nail Lacquer", n) for n in cuts} == cuts
 

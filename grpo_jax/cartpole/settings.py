@@ -32,6 +32,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise UserError for settings that do not fit together."""
         names, count, iterations = self.objectives, len(self.objectives), self.iterations
+        require(self.algorithm in ("grpo", "gdpo", "ppo"), "algorithm", "grpo, gdpo or ppo", self.algorithm)
+        require(self.group_size > 1, "group_size", "at least 2 episodes to compare", self.group_size)
         known = bool(names) and set(names) <= set(OBJECTIVES) and len(set(names)) == count
         require(known, "objectives", f"one or more of {', '.join(OBJECTIVES)}, each once", ",".join(names))
         require(len(self.weights) in (0, count), "weights", f"none or {count} numbers", self.weights)

@@ -20,6 +20,7 @@ from grpo_jax.cartpole import program
 from grpo_jax.cartpole.__main__ import main
 from grpo_jax.cartpole.settings import SETTINGS
 from grpo_jax.cartpole.training import Carry, Training, make_training
+from grpo_jax.errors import UserError
 
 WITHOUT_TORCH = """
 import sys
@@ -135,6 +136,18 @@ def test_a_mistake_is_one_line(words, message, tmp_path, capsys):
     assert main([word.format(**folders) for word in words]) == 2
     line = capsys.readouterr().err
     assert message in line and line.startswith("error: ") and line.count("\n") == 1 and len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"algorithm": "GRPO"}, "algorithm: expected grpo, gdpo or ppo, got 'GRPO'"),  # it trained like gdpo
+        ({"group_size": 1}, "group_size: expected at least 2 episodes to compare, got 1"),  # no advantage at all
+    ],
+)
+def test_settings_that_would_train_on_something_else_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        replace(SETTINGS["grpo"], **fields)
 
 
 def test_it_is_a_command_of_grpo_and_no_longer_a_config(capsys):

@@ -20,6 +20,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser = Parser("python -m bridges.retrieval", description="A retrieval service on Ray.")
     parser.add_argument("command", choices=["serve"], help="start a service that runs until Ctrl-C")
     parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
+    parser.add_argument("--data.columns.title", default="title", dest="title", help="the catalogue's column of titles")
     parser.add_argument("--encoder", type=service.absolute, default="tfidf", help="tfidf, or a model's folder or name")
     parser.add_argument("--replicas", type=int, default=1, help="actors that share the queries")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
@@ -27,7 +28,7 @@ def serve(arguments: Sequence[str]) -> None:
     asked = parser.parse_args(arguments)
     resources = {"num_gpus": asked.gpus}
     pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
-    _, titles = read_catalogue_file(asked.catalogue)
+    _, titles = read_catalogue_file(asked.catalogue, title_column=asked.title)
     ray_cluster.join(pool.address, object_store=256 * 2**20)  # it holds only queries and counts
     if service.find_actor(0) is not None:
         raise UserError("a retrieval service runs on this cluster already")

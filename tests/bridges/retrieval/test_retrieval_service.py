@@ -126,6 +126,15 @@ def test_what_is_missing_is_one_line(home, tmp_path, capsys):
     assert said.startswith("error: ") and "none.tsv: cannot be read" in said
 
 
+def test_the_titles_column_is_named_as_a_run_names_it(tmp_path, capsys):
+    """The error of a missing column advises this option."""
+    (tmp_path / "items.tsv").write_text("item_id\tname\n")
+    words = ["serve", "--catalogue", str(tmp_path / "items.tsv")]
+    assert [run_cli(serve, [*words, *more]) for more in ((), ("--data.columns.title", "name"))] == [2, 2]
+    without, named = capsys.readouterr().err.splitlines()
+    assert "rename it with --data.columns.title NAME" in without and "has no items" in named
+
+
 def test_a_service_for_another_run_and_a_second_one_are_refused(served, tmp_path):
     (tmp_path / "items.tsv").write_text("item_id\ttitle\n1\tred soap\n")
     with pytest.raises(UserError, match="a retrieval service runs on this cluster already"):

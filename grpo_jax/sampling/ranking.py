@@ -35,10 +35,10 @@ class Ranking(NamedTuple):
     scores: Array  # float32 [P, K], their log-probabilities
 
 
-def make_ranker(policy: Policy, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
+def make_ranker(policy: Policy, *, pad_id: int, trie: Trie, temperature: float = 1.0) -> Callable[..., Ranking]:
     """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts of bounded memory."""
     levels, count = levels_of(trie), int((np.asarray(trie.text) >= 0).sum())
-    score = make_scores(policy, levels)
+    score = make_scores(policy, levels, temperature)
 
     @jax.jit
     def rank_bucket(variables, prompts, mask, keys, real, pictures) -> Ranking:
@@ -158,12 +158,13 @@ def numbers_of(policy: Policy, levels: list[Level]) -> int:
     return max(len(levels[0].token), *map(of_paths, stages_of(levels, 0)), 1)
 
 
-def make_scores(policy: Policy, levels: list[Level]) -> Callable[..., jax.Array]:
+def make_scores(policy: Policy, levels: list[Level], temperature: float) -> Callable[..., jax.Array]:
     """Make score(variables, prompts, mask, pictures) -> float32 [P, I], to call inside a compiled function.
 
-        score(text) = Σ_t log p(token_t | prompt, previous tokens), p over the children of the trie's node
+        score(text) = Σ_t log p(token_t | prompt, previous tokens), p = softmax(logits / temperature)
 
-    The exponentials of a prompt's scores sum to 1; an index without a text has -inf.
+    The softmax is over the children of the trie's node. The exponentials of a prompt's scores sum to 1; an index
+    without a text has -inf.
     """
     numbers = 1 + max(int(level.texts.max()) for level in levels)
     root = levels[0]
@@ -178,13 +179,13 @@ def make_scores(policy: Policy, levels: list[Level]) -> Callable[..., jax.Array]
             scores, total, cache = carry
             tokens = jnp.broadcast_to(level.written, total.shape)
             hidden, cache = policy.decode_step(unstacked, prefix, tokens, of_paths(cache, level.origin))
-            logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token])
+            logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token]) / temperature
             logs = _of_node(logits, level.parent, total.shape[1])
             logs = total[:, level.parent] + logs
             return (scores.at[:, level.texts].set(logs, mode="drop"), logs[:, level.inner], cache), None
 
         logits = policy.logits("pd,ed->pe", prefix.hidden, head[root.token])
-        logs = jax.nn.log_softmax(logits)
+        logs = jax.nn.log_softmax(logits / temperature)
         scores = jnp.full((len(prompts), numbers), -jnp.inf, jnp.float32)
         scores = scores.at[:, np.where(root.texts < 0, numbers, root.texts)].set(logs, mode="drop")
         total = logs[:, root.inner]

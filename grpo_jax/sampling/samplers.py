@@ -72,7 +72,8 @@ def make_samplers(
         require(section.turns == 1, "sampling.turns", "1: the task lists the possible texts", section.turns)
         unmasked = section.sampling_mask == "none"
         require(unmasked, "sampling.sampling_mask", "none: the task lists the possible texts", section.sampling_mask)
-        rank = _gathered(make_ranker(policy, pad_id=ends["pad_id"], trie=trie), policy.mesh)
+        ranker = make_ranker(policy, pad_id=ends["pad_id"], trie=trie, temperature=section.temperature)
+        rank = _gathered(ranker, policy.mesh)
 
     def sampler(section: SamplingSection, group_size: int, temperature: float) -> Sampler:
         params = sampling_params(section, group_size, temperature)

@@ -67,7 +67,12 @@ def rivals(text, place):
 
 @pytest.fixture(scope="module")
 def exact(logits):
-    """The log-probability of every text after every prompt, float64 [P, I]: over the tokens that may follow."""
+    """The log-probability of every text after every prompt, float64 [P, I]."""
+    return text_logprobs(logits)
+
+
+def text_logprobs(logits):
+    """Sum the log-probabilities of a text's tokens, each over the tokens that may follow."""
     total = np.zeros((2, len(TEXTS)))
     for (p, i), place in itertools.product(np.ndindex(total.shape), range(LENGTH)):
         if place < len(TEXTS[i]):
@@ -174,12 +179,13 @@ def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11), came, expected)
 
 
-def test_a_ranking_of_all_texts_has_the_score_of_every_text_alone(model, trie, exact, monkeypatch):
-    """With numbers that are no text's, as titles of the same tokens leave them, and the prompts taken one by one."""
+def test_a_ranking_of_all_texts_has_the_score_of_every_text_alone(model, trie, logits, monkeypatch):
+    """At training's temperature, and with numbers that are no text's, as titles of the same tokens leave them."""
     policy, variables = model
     gaps = trie._replace(text=jnp.where(trie.text >= 0, 2 * trie.text + 1, -1))
     monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
-    found = make_ranker(policy, pad_id=PAD, trie=gaps)(variables, PROMPTS, MASK)
+    exact = text_logprobs(logits / 0.5)
+    found = make_ranker(policy, pad_id=PAD, trie=gaps, temperature=0.5)(variables, PROMPTS, MASK)
     assert found.texts.shape == found.scores.shape == (2, len(TEXTS))
     best = np.argsort(-exact, axis=1)
     np.testing.assert_allclose(found.scores, np.take_along_axis(exact, best, 1), rtol=1e-4, atol=1e-5)

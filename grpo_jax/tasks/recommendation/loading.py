@@ -217,7 +217,7 @@ def policy_ranking(
     items = items_of(catalogue.written)
     trie = choices_trie(config, items.texts, folder)
     assert trie is not None
-    rank = make_ranker(policy, pad_id=folder.pad_id, trie=trie)
+    rank = make_ranker(policy, pad_id=folder.pad_id, trie=trie, temperature=config.sampling.temperature)
     size = folder.config.vocab_size
     encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)
 

@@ -214,7 +214,6 @@ def _fitted(values: jax.Array, size: int, *, axis: int) -> jax.Array:
 
 
 def _moved(policy: Policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
-    keys, values = (
-        tuple(_fitted(part, stage.nodes, axis=part.ndim - 3) for part in parts) for parts in (cache.keys, cache.values)
-    )
+    parts = cache.keys, cache.values
+    keys, values = jax.tree.map(lambda part: _fitted(part, stage.nodes, axis=part.ndim - 3), parts)
     return move(cache._replace(keys=keys, values=values), policy.init_cache(prompts, stage.nodes, stage.depth))

@@ -69,12 +69,11 @@ def history_prompt(task: RecommendationFields, titles: Sequence[str], names: Seq
     """Return the prompt of a history, its titles and the items' own words, oldest first.
 
     In `task.template`, "{history}" is replaced by the titles, "{last}" by the newest title, "{items}" by the items' own
-    words; other braces are plain text.
+    words; other braces are plain text, also those of titles.
     """
     words = " ".join(names[-task.history_items :])
     cut = [cut_title(title, task.title_characters) or NO_TITLE for title in titles[-task.history_items :]]
     values = {"{history}": task.separator.join(cut), "{last}": cut[-1], "{items}": words}
-    # At once: a placeholder within a title must stay unchanged.
     return re.sub("|".join(PLACES), lambda place: values[place[0]], task.template)
 
 
@@ -202,14 +201,13 @@ def _load(task: RecommendationFields, columns: Mapping[str, str]) -> tuple[Catal
 
 
 def _notes(catalogue: Catalogue) -> list[str]:
-    notes = []
     blank = catalogue.titles.count("")
-    if blank:
-        notes.append(f"{blank} items without a title are kept; no query finds them")
-    shared = len(catalogue) - blank - len({title for title in catalogue.titles if title})
-    if shared:
-        notes.append(f"{shared} items share another's title; no query can tell them apart")
-    return notes
+    shared = len(catalogue) - blank - len({*catalogue.titles} - {""})
+    counts = {
+        "items without a title are kept; no query finds them": blank,
+        "items share another's title; no query can tell them apart": shared,
+    }
+    return [f"{count} {note}" for note, count in counts.items() if count]
 
 
 # ------------------------------------------------------------------------------------------------ a generated world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import unicodedata
 import warnings
 from collections import Counter
@@ -65,11 +66,12 @@ def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
         return retriever.score_ranks(texts, targets, histories, history)
 
     def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        if items is not None:
-            ranks = rewards.completion_ranks(items, completions, columns)
-            return rewards.reward_columns(ranks, (ranks == 1).astype(np.float64))
-        answer = ask(completions, columns["target_row"], columns["history"])
-        return rewards.reward_columns(answer.rank, answer.probability)
+        if items is None:
+            rank, probability = ask(completions, columns["target_row"], columns["history"])
+        else:
+            rank = rewards.completion_ranks(items, completions, columns)
+            probability = rank == 1
+        return {"rank": rank.tolist(), "probability": probability.astype(np.float64).tolist()}
 
     fused = prior is not None
     return TaskData(
@@ -108,11 +110,8 @@ def load_task(task: RecommendationFields, setup: TaskSetup) -> TaskData:
 
 def policy_words(task: RecommendationFields, catalogue: Catalogue) -> list[str]:
     """Return the words of the prompts' frame and the items' own, then the words of titles by frequency."""
-    frame = task.template
-    for place in PLACES:
-        frame = frame.replace(place, " ")
-    marks = plain(frame).split() + plain(task.separator).split()
-    marks += [word for name in catalogue.names for word in plain(name).split()]
+    frame = re.sub("|".join(PLACES), " ", task.template)
+    marks = [word for text in (frame, task.separator, *catalogue.names) for word in plain(text).split()]
     if catalogue.names and "{history}" not in task.template and "{last}" not in task.template:
         return list(dict.fromkeys(marks))  # titles occur in neither prompts nor completions
     counts = Counter(word for title in catalogue.titles for word in plain(title).split())

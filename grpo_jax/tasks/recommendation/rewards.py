@@ -43,11 +43,6 @@ def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: ob
     return list(fused_rank) or [None] * len(completions)
 
 
-def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[float]]:
-    """Return the retriever's answer for P·G completions as columns for `collect_rewards`."""
-    return {"rank": np.asarray(rank, np.float64).tolist(), "probability": np.asarray(probability, np.float64).tolist()}
-
-
 class RankReward:
     """A built-in reward of the target's rank."""
 

@@ -192,5 +192,5 @@ def test_a_hit_without_k_is_the_share_of_items_behind():
 def test_rewards_are_measures_of_the_rank_or_the_probability():
     rank, probability = np.array([1.0, 2.0, 7.0, 12.0]), [0.5, 0.25, 0.125, 0.0625]
     functions = {"mrr": rewards.RankReward("mrr", 1000, k=10), "soft": rewards.soft}
-    values = collect_rewards(functions, ["p"] * 4, ["c"] * 4, rewards.reward_columns(rank, probability), 2)
+    values = collect_rewards(functions, ["p"] * 4, ["c"] * 4, {"rank": rank, "probability": probability}, 2)
     np.testing.assert_allclose(values.reshape(4, 2).T, [[1, 0.5, 1 / 7, 0], probability], rtol=1e-6)

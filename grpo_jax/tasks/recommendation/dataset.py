@@ -74,7 +74,7 @@ def history_prompt(task: RecommendationFields, titles: Sequence[str], names: Seq
     words = " ".join(names[-task.history_items :])
     cut = [cut_title(title, task.title_characters) or NO_TITLE for title in titles[-task.history_items :]]
     values = {"{history}": task.separator.join(cut), "{last}": cut[-1], "{items}": words}
-    return re.sub("|".join(PLACES), lambda place: values[place[0]], task.template)
+    return re.sub("|".join(PLACES), lambda place: values[place[0]], task.template).strip()
 
 
 def cut_title(title: str, characters: int) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.tasks.recommendation import dataset as examples
 from grpo_jax.tasks.recommendation.catalogue import (
     Catalogue,
@@ -208,6 +209,8 @@ def test_a_template_lists_the_newest_titles():
     assert history_prompt(task, ["one", "two", "three"]) == "Last was three. Before {odd}: two | three!"
     assert history_prompt(Recommendation(), ["", "b"]) == f"{examples.NO_TITLE}\nb"
     assert history_prompt(Recommendation(), ["{last}", "{history}"]) == "{last}\n{history}"
+    lines = Recommendation(template=" {last}\n")  # a YAML block ends with a line break; recommend reads prompts without
+    assert history_prompt(lines, ["one"]) == read_prompt(" one\n", (), None).prompt == "one"
     assert history_prompt(Recommendation(template="{history}; {last}; {history}"), ["one"]) == "one; one; one"
     cuts = {16: "OPI Nail Lacquer", 10: "OPI Nail", 5: "OPI", 2: "OP"}  # between words where that leaves one
     assert {n: cut_title("OPI Nail Lacquer", n) for n in cuts} == cuts

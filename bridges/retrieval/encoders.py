@@ -98,7 +98,6 @@ class SentenceEncoder:
             vectors[nonempty] = self._model.encode(
                 [texts[row] for row in nonempty],
                 batch_size=len(nonempty),
-                convert_to_numpy=True,
                 normalize_embeddings=True,
                 show_progress_bar=False,
             )

@@ -156,8 +156,8 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
 
     The history and `exclude` are titles or ids, the history oldest first. A repeated item counts once, at its last
     position, and is not recommended. `note` gets a line about each unknown name, which is skipped. If no item remains,
-    `note` gets a line and the most popular items are returned. An item's own word is its place in the catalogue:
-    UserError for another one than in `saved`, the facts of the checkpoint's task.
+    or the query has no known word, `note` gets a line and the most popular items are returned. An item's own word is
+    its place in the catalogue: UserError for another one than in `saved`, the facts of the checkpoint's task.
     """
     task = config.task
     dataset = load_dataset(task, config.data.columns)
@@ -184,12 +184,13 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
     ) -> list[Recommended]:
         rows = list(dict.fromkeys(reversed(rows_of("history", history, note))))[::-1]
         left_out = {*rows, *rows_of("exclude", exclude, note)}
+        ranked = []
         if rows:
             names = [items.names[row] for row in rows] if items.names else ()
             prompt = history_prompt(task, [items.titles[row] for row in rows], names)
             ranked = best(Row(0, prompt, {"history": tuple(rows)}), k + len(left_out))
-        else:
-            note("history: no item of the catalogue is in it; these are the most popular")
+        if not any(score for _, score in ranked):
+            note(f"{'query' if rows else 'history'}: nothing of the catalogue is in it; these are the most popular")
             ranked = most_popular
         chosen = [pair for pair in ranked if pair[0] not in left_out][:k]
         return [Recommended(items.ids[row], items.titles[row], score) for row, score in chosen]

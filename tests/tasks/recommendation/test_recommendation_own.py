@@ -23,6 +23,7 @@ from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.tasks.recommendation.dataset import make_world
 from grpo_jax.tasks.recommendation.loading import item_vectors, make_recommender
+from grpo_jax.tasks.recommendation.sections import PriorSection
 from grpo_jax.train import main
 
 PAGE = (ROOT / "docs" / "recommendation.md").read_text().partition("## Your own catalogue")[2].partition("\n## ")[0]
@@ -160,6 +161,19 @@ def test_items_words_are_places_so_another_catalogue_is_refused(shop, tmp_path):
     config = config.replace(task=config.task.replace(**files))
     with pytest.raises(UserError, match=r"task.catalogue: expected that of training \(280 titles, \w+\), got '280 tit"):
         make_recommender(config, None, None, {"catalogue": catalogue_identity(TITLES)})
+
+
+def test_a_query_without_a_word_of_the_catalogue_gives_the_most_popular():
+    """All items have the similarity 0 to it, and the catalogue's order is no ranking."""
+    fields = {"writes": "query", "dummy_users": 50, "dummy_items": 280}
+    config = load_config(find_config("recommendation_dummy"))
+    config = config.replace(task=config.task.replace(**fields, prior=PriorSection()))
+    answers, notes = iter([f"{TITLES[50]} xqzzv", "xqzzv"]), []
+    recommend = make_recommender(config, None, lambda rows: lambda prompt: next(answers), {})
+    assert recommend([TITLES[3]], 3, note=notes.append)[0].title == TITLES[50] and not notes
+    found = recommend([TITLES[3]], 3, note=notes.append)
+    assert found == [item for item in recommend([], 4, note=notes.append) if item.title != TITLES[3]][:3]
+    assert found[0].score >= 3 and ["these are the most popular" in note for note in notes] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ def read_catalogue_file(path: str | Path, *, title_column: str = "title") -> tup
     problems = Problems()
     lines: dict[str, int] = {}
     titles: list[str] = []
-    columns = {} if title_column == "title" else {"title": title_column}
-    for line, row in read_table(path, problems, needs=("title",), columns=columns):
+    for line, row in read_table(path, problems, needs=("title",), columns={"title": title_column}):
         id_column = next(iter(row))
         identifier = row[id_column].strip()
         if id_column in ("title", ""):

@@ -174,6 +174,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
     row_of = _names(items)
 
     def rows_of(where: str, names: Sequence[str], note: Callable[[str], None]) -> list[int]:
+        names = [names] if isinstance(names, str) else [*map(str, names)]
         rows = [row_of(name) for name in names]
         for name in (name for name, row in zip(names, rows, strict=True) if row is None):
             note(f"{where}: no item is called {one_line(repr(name), 80)}")

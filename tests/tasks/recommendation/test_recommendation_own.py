@@ -163,6 +163,18 @@ def test_items_words_are_places_so_another_catalogue_is_refused(shop, tmp_path):
         make_recommender(config, None, None, {"catalogue": catalogue_identity(TITLES)})
 
 
+def test_a_history_may_be_one_title_and_ids_may_be_numbers(tmp_path):
+    """A text is no list of letters: "12" is one item, not two."""
+    (tmp_path / "items.tsv").write_text("id\ttitle\n" + "".join(f"{n}\tsoap {n}\n" for n in range(20)))
+    (tmp_path / "users.txt").write_text("".join(f"u{n} {n} {n + 1} {n + 2} {n + 3}\n" for n in range(15)))
+    config = load_config(find_config("recommendation_dummy"))
+    files = {"source": str(tmp_path / "users.txt"), "catalogue": str(tmp_path / "items.tsv")}
+    config, prompts = config.replace(task=config.task.replace(**files, writes="query")), []
+    recommend = make_recommender(config, None, lambda rows: lambda prompt: prompts.append(prompt) or "soap", {})
+    assert recommend("12", exclude="13") == recommend(["12"], exclude=[13]) == recommend([12], exclude=["13"])
+    assert prompts == ["soap 12"] * 3
+
+
 def test_a_query_without_a_word_of_the_catalogue_gives_the_most_popular():
     """All items have the similarity 0 to it, and the catalogue's order is no ranking."""
     fields = {"writes": "query", "dummy_users": 50, "dummy_items": 280}

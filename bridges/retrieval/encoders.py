@@ -138,7 +138,7 @@ def directions(sums: Vectors) -> Vectors:
 
 def _parts_of(model) -> Iterable[bytes | str]:
     """Return a sentence-transformers model's contents for its digest: modules, tokenizer, weights."""
-    yield str(model)
+    yield str(model) + (model.prompts.get(model.default_prompt_name) or "")  # before every text
     tokenizer = getattr(model, "tokenizer", None)
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if hasattr(backend, "to_str"):

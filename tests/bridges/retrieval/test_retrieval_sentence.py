@@ -76,6 +76,17 @@ def test_the_identity_is_that_of_the_weights_and_not_of_the_place(encoder, folde
     assert encoders.load_encoder(str(tmp_path / "copy"), TITLES).identity != encoder.identity
 
 
+def test_a_prompt_before_every_text_is_part_of_the_identity(encoder, folder, tmp_path):
+    """Cached vectors of titles would otherwise meet queries with another prompt."""
+    asked = shutil.copytree(folder, tmp_path / "asked")
+    settings = asked / "config_sentence_transformers.json"
+    prompts = {"prompts": {"query": "red soap "}, "default_prompt_name": "query"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | prompts))
+    other = encoders.load_encoder(str(asked), TITLES)
+    assert not np.allclose(other.encode(["nail"]), encoder.encode(["nail"]))
+    assert other.identity != encoder.identity
+
+
 def test_unknown_models_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no such folder: \./nowhere"):
         encoders.load_encoder("./nowhere", TITLES)

@@ -119,6 +119,20 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, architecture):
     assert bool(vision) == seeing and all(torch.equal(before[name], after[name]) for name in vision)
 
 
+def test_a_single_file_beside_an_older_index_is_what_transformers_loads(tmp_path):
+    source = reference.folder(tmp_path / "source", "qwen2", max_shard_size="20KB")
+    shards = {path: path.read_bytes() for path in source.glob("*.safetensors")}
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    torch.nn.init.ones_(model.model.norm.weight)
+    model.save_pretrained(source)  # removes the shards, not their index
+    for path, content in shards.items():
+        path.write_bytes(content)
+    loaded = load_folder(source, tokenizer=False)
+    np.testing.assert_array_equal(loaded.params["norm"]["scale"], 1)
+    hf.save_folder(tmp_path / "export", source, loaded.config, loaded.params)
+    assert sorted(path.name for path in (tmp_path / "export").glob("*.safetensors*")) == ["model.safetensors"]
+
+
 def test_what_is_loaded_is_donated_to_an_update(qwen):
     """Its memory is the result's: not the case for arrays that alias the host's."""
     params = load_policy(qwen).params
@@ -251,6 +265,12 @@ def writes(name, content):
     return lambda folder: (folder / name).write_bytes(content(folder / name) if callable(content) else content)
 
 
+def only_index(shard):
+    """Return the function that replaces a folder's weights by an index that names this shard."""
+    content = json.dumps({"weight_map": {"a": shard}})
+    return lambda folder: (folder / WEIGHTS).rename(folder / INDEX).write_text(content)
+
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     "truncated": (writes(WEIGHTS, lambda path: path.read_bytes()[:-100]), ["truncated", WEIGHTS]),
@@ -264,8 +284,8 @@ DAMAGES = {
         lambda folder: save_file(tensors(folder) | {"model.norm.weight": torch.ones(7)}, folder / WEIGHTS),
         ["model.norm.weight has shape (7,), expected (32,)"],
     ),
-    "no shard": (writes(INDEX, b'{"weight_map": {"a": "model-2.safetensors"}}'), ["model-2.safetensors"]),
-    "shard outside": (writes(INDEX, b'{"weight_map": {"a": "../other.safetensors"}}'), ["../other.safetensors"]),
+    "no shard": (only_index("model-2.safetensors"), ["model-2.safetensors"]),
+    "shard outside": (only_index("../other.safetensors"), ["../other.safetensors"]),
     "model_type": (lambda folder: edit_json(folder / "config.json", model_type="mamba"), ["mamba", "qwen2"]),
     "config": (writes("config.json", b"{"), ["config.json"]),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),

@@ -107,7 +107,9 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, TensorPl
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's safetensors files, the index's shards or the single one; UserError if one is missing."""
+    """Return a folder's safetensors files: the single one, as transformers, else the index's; UserError if missing."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         weight_map = read_json_file(folder / INDEX).get("weight_map")
         shards = sorted({str(shard) for shard in weight_map.values()}) if isinstance(weight_map, dict) else []
@@ -117,8 +119,6 @@ def weight_files(folder: Path) -> list[Path]:
             named = ", ".join(map(short_name, missing[:2]))
             raise UserError(f"{folder} lacks weight files {named}{more}; download the folder again")
         return [folder / shard for shard in shards]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
     instead = "; give a folder with weights"
     if others:
@@ -230,7 +230,7 @@ def write_params(work: Path, source: Path, config: ModelConfig, params: Variable
             tensors[name] = np.ascontiguousarray(value).reshape(value.shape)
             total += value.nbytes
         save_file(tensors, work / shard.name, metadata=files.metadata(shard))
-    if (source / INDEX).is_file():
+    if shards != [source / SINGLE]:
         index = read_json_file(source / INDEX)
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import pytest
 from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS
+from tokenizers import processors
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import plain_tokens, special_ids, texts_encoder
@@ -121,6 +122,16 @@ def test_templates_that_fail_are_named(template, reason):
     assert message.startswith("the chat template of /models/mine (chat_template.jinja, or in tokenizer_config.json)")
     assert reason in message and "fix or replace it" in message
     assert len(message) < 300 and "\n" not in message
+
+
+@pytest.mark.parametrize("prompt", ["a fox", "a <s> fox"])
+def test_an_eos_that_the_tokenizer_adds_does_not_end_a_prompt(prompt):
+    tokenizer = TOKENIZERS["llama2"]()  # as one that was saved with add_eos_token
+    usual = format_prompt(tokenizer, prompt, form="append")
+    ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", None, ends)
+    assert tokenizer(prompt)["input_ids"][-1] == tokenizer.eos_token_id
+    assert format_prompt(tokenizer, prompt, form="append") == usual
 
 
 def test_prompts_without_tokens_and_tokens_without_a_row():

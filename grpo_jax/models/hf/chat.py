@@ -147,9 +147,10 @@ def texts_encoder(
 ) -> Callable[[Sequence[str]], list[int]]:
     """Make encode(texts) → the tokens of ``render(texts)``, with special tokens only from the frame around the texts.
 
-    `render` inserts `count` texts into their frame: a chat template, an instruction. No text becomes a special token or
-    one of `further_marks`. UserError if the tokenizer fails, or a text has no tokens or one beyond `vocab_size`.
-    UserError too for text like a special token in a template that alters the text.
+    `render` inserts `count` texts into their frame: a chat template, an instruction. Tokens that the tokenizer adds at
+    the end, such as EOS, are left out: a completion follows. No text becomes a special token or one of `further_marks`.
+    UserError if the tokenizer fails, or a text has no tokens or one beyond `vocab_size`. UserError too for text like a
+    special token in a template that alters the text.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 
@@ -159,6 +160,7 @@ def texts_encoder(
     fillers = [f"{_PROBE}{number:04d}" for number in range(count)]
     frame = render(fillers)
     whole_frame = _encode(tokenizer, frame, add_special_tokens=add_special_tokens)
+    before, after = _added(whole_frame, _encode(tokenizer, frame))
     expected = marks_in(whole_frame)
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
@@ -166,7 +168,6 @@ def texts_encoder(
         cut = _around(frame, fillers, text, texts)
         if cut is None:
             return None
-        before, after = _added(whole_frame, _encode(tokenizer, frame))
         parts = [plain_tokens(tokenizer, part) if i % 2 else _encode(tokenizer, part) for i, part in enumerate(cut)]
         ids = [*before, *itertools.chain.from_iterable(parts), *after]
         return ids if marks_in(ids) == expected else None
@@ -176,6 +177,7 @@ def texts_encoder(
         ids: list[int] | None = _encode(tokenizer, text, add_special_tokens=add_special_tokens)
         if marks_in(ids or ()) != expected:
             ids = apart(text, texts)
+        ids = ids and ids[: len(ids) - len(after)]
         prompt = f"prompt {short_repr(max(texts, key=len, default=''))}"
         if ids is None:
             raise UserError(

@@ -123,7 +123,7 @@ def _claim(name: str, values: Mapping[str, float | None], prompts: int | None, d
     claim = arrow.format(_label(name), _value(name, before, display), _value(name, after, display))
     if prompts:
         claim += f" on {prompts} held-out prompts"
-    if before is not None and after is not None and oracle is not None and abs(oracle - before) >= 1e-9:
+    if before is not None and after is not None and oracle is not None and oracle - before >= 1e-9:
         gap = (after - before) / (oracle - before)
         claim += f", {gap:.0%} of the way to the best possible ({_value(name, oracle, display)})"
     return claim + "."

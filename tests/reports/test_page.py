@@ -97,6 +97,12 @@ def test_the_page_stands_alone_and_tells_the_result(tmp_path):
     assert "http://" not in page and "https://" not in page and "url(" not in page
 
 
+def test_a_start_above_the_oracle_has_no_share_of_a_way(tmp_path):
+    values = {"total": {"before": 0.6, "after": 0.4, "oracle": 0.5}}
+    text = write_page(tmp_path / "report.html", summary={"evaluation": values, "prompts": 8})[1]
+    assert "total 0.60 → 0.40 on 8 held-out prompts." in text
+
+
 def test_completions_of_some_iterations_are_there(tmp_path):
     run = RunDirectory(tmp_path)
     assert completions_table(run.completions) is None

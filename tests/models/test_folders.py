@@ -218,8 +218,12 @@ def test_an_export_replaces_an_older_one_and_nothing_else(tmp_path, qwen):
     assert [path.name for path in target.parent.iterdir()] == ["policy"]
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="not an exported policy"):
+    with pytest.raises(UserError, match="else than an exported policy"):
         hf.save_folder(tmp_path / "notes", qwen, loaded.config, loaded.params)
+    (target / ".git").mkdir()
+    with pytest.raises(UserError, match="else than an exported policy"):
+        hf.save_folder(target, qwen, loaded.config, loaded.params)
+    assert (target / ".git").is_dir()
     with pytest.raises(UserError, match="made from"):
         hf.save_folder(qwen, qwen, loaded.config, loaded.params)
 

@@ -209,7 +209,7 @@ def test_places_that_hold_something_else(qwen, tmp_path):
         load_adapters(tmp_path, qwen.config)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="not a folder of adapters"):
+    with pytest.raises(UserError, match="else than a folder of adapters"):
         save_adapters(tmp_path / "mine", qwen.adapters, qwen.lora, qwen.config, base="somewhere")
     with pytest.raises(UserError, match="cannot write the adapters"):
         save_adapters("/proc/adapter", qwen.adapters, qwen.lora, qwen.config, base="somewhere")

@@ -27,6 +27,7 @@ from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_EXPORTED = re.compile(r"(?i).*\.(json|jinja|txt|model|tiktoken|safetensors)|LICENSE.*|README\.md")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 
@@ -247,11 +248,12 @@ def _exported(name: str, leaves: Mapping[tuple[str, ...], PyTree], place: Tensor
 def new_folder(folder: Path, marker: str, kind: str, content: str) -> Iterator[Path]:
     """Make an empty folder that gets its name at the end of the block; an earlier one stays until then.
 
-    UserError if its `content` cannot be written, for a file, or for a non-empty folder without the `marker` file of
-    this `kind`.
+    UserError if its `content` cannot be written, for a file, or for a folder that holds more than an export of this
+    `kind`, which has the `marker` file.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / marker).exists()):
-        raise UserError(f"{folder} exists and is not {kind}: choose another place or remove it")
+    present = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if folder.is_file() or (present and not (marker in present and all(map(_EXPORTED.fullmatch, present)))):
+        raise UserError(f"{folder} exists and holds something else than {kind}: choose another place or remove it")
     work, old = (folder.parent / f".{folder.name}.{state}-{os.getpid()}" for state in ("writing", "old"))
     with as_user_error(f"cannot write {content} to {folder}", OSError, SafetensorError):
         try:

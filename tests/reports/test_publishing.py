@@ -14,6 +14,7 @@ from support.text_task import train_here
 
 from grpo_jax import export, train
 from grpo_jax.config.run import make_config
+from grpo_jax.models.hf.folder import push_folder
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.tasks.task import Finished
 
@@ -46,13 +47,18 @@ class Hub(Handler):
         if place[1] in self.full:
             return self.answer(507, {"error": "no room"})
         for line in map(json.loads, body.splitlines()):
+            if line["key"] == "deletedFile":
+                del self.repos[place[1]][line["value"]["path"]]
             if line["key"] == "file":
                 self.repos[place[1]][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
         url = f"{constants.ENDPOINT}/{place[1]}/commit/{'0' * 40}"
         return self.answer(200, {"success": True, "commitUrl": url, "commitOid": "0" * 40})
 
     def do_GET(self):
-        known = re.fullmatch(r"/api/models/(.*)/revision/main", self.path)
+        known = re.match(r"/api/models/(.*)/(revision|tree)/main", self.path)
+        if known and known[2] == "tree":
+            files = [{"type": "file", "path": path, "size": 0, "oid": ""} for path in self.repos.get(known[1], ())]
+            return self.answer(200, files)
         self.answer(200, {"id": known[1] if known else "", "sha": "0" * 40, "siblings": []})
 
     def answer(self, code, content):
@@ -116,6 +122,16 @@ def test_export_pushes_the_folder_with_its_card(run_dir, hub, tmp_path, capsys):
     for name, content in files.items():
         (tmp_path / "again" / name).write_bytes(content)
     assert load_folder(tmp_path / "again").config == load_folder(run_dir / "policy").config
+
+
+def test_a_push_replaces_the_weights_of_another_kind(hub, tmp_path):
+    """With adapter_config.json beside a whole policy, transformers loads the base and the older adapters."""
+    index = "model.safetensors.index.json"
+    for kind in (["adapter_config.json", "adapter_model.safetensors"], [index, "model-00001-of-00001.safetensors"]):
+        hub.repos["me/twice"] = dict.fromkeys([*kind, "notes.txt"], b"older")
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        push_folder(tmp_path, "me/twice")
+        assert hub.repos["me/twice"] == {"notes.txt": b"older", "model.safetensors": b"weights"}
 
 
 def test_adapters_say_on_their_card_what_they_are(run_dir, hub, tmp_path):

@@ -251,7 +251,7 @@ def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None
 
 
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder as one commit to a repository "owner/name", created if missing; returns its URL."""
+    """Upload a folder as one commit, in place of older weights, to a repository "owner/name"; returns its URL."""
     require_hub(repo)
     from huggingface_hub import HfApi
 
@@ -259,7 +259,8 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
         api = HfApi(library_name="grpo_jax")
         address = api.create_repo(repo, private=private or None, exist_ok=True)
         message = "A policy trained by grpo_jax"
-        api.upload_folder(repo_id=address.repo_id, folder_path=str(folder), commit_message=message)
+        sent = {"repo_id": address.repo_id, "folder_path": str(folder), "commit_message": message}
+        api.upload_folder(**sent, delete_patterns=["model*.safetensors*", "adapter_*"])  # of an earlier push
     except Exception as error:  # hub, HTTP and network libraries raise their own types
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
         reason = one_line(error) or type(error).__name__

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_jax.config.sections import PolicySection
 from grpo_jax.errors import extras_named
-from grpo_jax.models.hf_config import STRICT, NotNegative, Width, expect
+from grpo_jax.models.hf_config import STRICT, Positive, Width, expect
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied, is_quantised
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class LoraConfig:
     """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685)."""
 
     rank: Width
-    alpha: NotNegative
+    alpha: Positive
     targets: tuple[str, ...]  # target projections of the architecture (``Architecture.projections``)
     vision: tuple[str, ...] = ()  # target projections of the vision tower (``TowerArchitecture.projections``)
 

@@ -184,6 +184,7 @@ def without(name):
         ({"peft_type": "LOHA"}, None, "peft_type: expected 'LORA', got 'LOHA'"),
         ({"use_something_new": 1}, None, "use_something_new=1 is not supported"),
         ({"r": 0}, None, "rank: expected a number >= 1, got 0"),
+        ({"lora_alpha": 0}, None, "alpha: expected a number > 0, got 0.0"),
         ({"target_modules": None}, None, "target_modules: expected some of .* got None"),
         ({"target_modules": "("}, None, "adapter_config.json"),
     ],
@@ -198,6 +199,13 @@ def test_a_folder_that_does_not_fit_gives_one_line(qwen, tmp_path, fields, chang
     with pytest.raises(UserError, match=message) as caught:
         load_adapters(folder, qwen.config)
     assert "\n" not in str(caught.value)
+
+
+def test_without_an_alpha_it_is_pefts_default(qwen, tmp_path):
+    save_adapters(tmp_path / "adapter", qwen.adapters, qwen.lora, qwen.config, base="somewhere")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({name: x for name, x in json.loads(path.read_text()).items() if name != "lora_alpha"}))
+    assert load_adapters(tmp_path / "adapter", qwen.config)[0].alpha == peft.LoraConfig().lora_alpha
 
 
 def test_places_that_hold_something_else(qwen, tmp_path):

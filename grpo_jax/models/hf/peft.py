@@ -98,7 +98,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         projections = tuple(parts[0].modules)
         hf_config.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
         tower = targets[1] if len(targets) > 1 else ()
-        alpha = float(raw.get("lora_alpha") or 0)
+        alpha = float(raw.get("lora_alpha", 8))
         lora = LoraConfig(rank=raw.get("r"), alpha=alpha, targets=targets[0], vision=tower)
         return lora, _read(files, lora, config, parts)
 

@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--adapters", action="store_true", help="Write only the LoRA adapters, in PEFT's format (float32).")
     add("--renderer", action="store_true", help="Write the trained renderer's LoRA weights instead, as diffusers does.")
     add("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
-    add("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
+    add("--private", action="store_true", help="Make the repository of --push_to_hub private; it may not be public.")
     return parser
 
 

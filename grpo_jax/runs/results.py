@@ -46,10 +46,8 @@ def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation])
     greedy = after["greedy"]
     pairs = zip(ctx.test_rows[:GALLERY], greedy.episodes, strict=False) if ctx.fns.env else ()
     episodes = [shown_episode(*pair) for pair in pairs]  # chosen by position, not by result
-    tables = [*finished.tables, texts_table(ctx, greedy)]
-    return finished._replace(
-        gallery=make_gallery(ctx, greedy, after.get(START_RENDERER)), tables=tables, episodes=episodes
-    )
+    tables, gallery = [*finished.tables, texts_table(ctx, greedy)], make_gallery(ctx, greedy, after.get(START_RENDERER))
+    return finished._replace(gallery=gallery, tables=tables, episodes=episodes)
 
 
 def find(ctx: RunContext, task_data: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:

@@ -14,6 +14,7 @@ from support.text_task import train_here
 
 from grpo_jax import export, train
 from grpo_jax.config.run import make_config
+from grpo_jax.errors import UserError
 from grpo_jax.models.hf.folder import push_folder
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.tasks.task import Finished
@@ -36,7 +37,8 @@ class Hub(Handler):
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             known = name in self.repos
             self.repos.setdefault(name, {})
-            self.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+            if not known and (asked.get("private") or asked.get("visibility") == "private"):
+                self.private.add(name)
             return self.answer(409 if known else 200, {"url": f"{constants.ENDPOINT}/{name}", "id": name})
         if self.path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
@@ -55,11 +57,12 @@ class Hub(Handler):
         return self.answer(200, {"success": True, "commitUrl": url, "commitOid": "0" * 40})
 
     def do_GET(self):
-        known = re.match(r"/api/models/(.*)/(revision|tree)/main", self.path)
-        if known and known[2] == "tree":
-            files = [{"type": "file", "path": path, "size": 0, "oid": ""} for path in self.repos.get(known[1], ())]
-            return self.answer(200, files)
-        self.answer(200, {"id": known[1] if known else "", "sha": "0" * 40, "siblings": []})
+        name, tree = re.match(r"/api/models/(\w+/\w+)(/tree/main)?", self.path).groups()
+        if name not in self.repos:
+            return self.answer(404, {"error": "Repository not found"})
+        files = [{"type": "file", "path": path, "size": 0, "oid": ""} for path in self.repos[name]]
+        about = {"id": name, "sha": "0" * 40, "siblings": [], "private": name in self.private}
+        self.answer(200, files if tree else about)
 
     def answer(self, code, content):
         self.reply(code, json.dumps(content).encode(), {"Content-Type": "application/json"})
@@ -132,6 +135,14 @@ def test_a_push_replaces_the_weights_of_another_kind(hub, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(b"weights")
         push_folder(tmp_path, "me/twice")
         assert hub.repos["me/twice"] == {"notes.txt": b"older", "model.safetensors": b"weights"}
+
+
+def test_nothing_private_is_pushed_to_a_public_repository(hub, tmp_path):
+    hub.repos["me/open"] = {}
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(UserError, match="push_to_hub: me/open is there already and public: make it private on the hub"):
+        push_folder(tmp_path, "me/open", private=True)
+    assert hub.repos["me/open"] == {}
 
 
 def test_adapters_say_on_their_card_what_they_are(run_dir, hub, tmp_path):

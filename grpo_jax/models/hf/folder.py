@@ -258,8 +258,9 @@ def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
     try:
         api = HfApi(library_name="grpo_jax")
         address = api.create_repo(repo, private=private or None, exist_ok=True)
-        message = "A policy trained by grpo_jax"
-        sent = {"repo_id": address.repo_id, "folder_path": str(folder), "commit_message": message}
+        if private and not api.model_info(address.repo_id).private:
+            raise ValueError(f"{repo} is there already and public: make it private on the hub")
+        sent = {"repo_id": address.repo_id, "folder_path": str(folder), "commit_message": "Trained by grpo_jax"}
         api.upload_folder(**sent, delete_patterns=["model*.safetensors*", "adapter_*"])  # of an earlier push
     except Exception as error:  # hub, HTTP and network libraries raise their own types
         again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])

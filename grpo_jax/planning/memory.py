@@ -318,7 +318,8 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
     """Return the policy's lines of a device; the larger of sampling and update counts, or both if sampled ahead."""
     section, lora, ahead = config.policy, config.policy.lora, memory.rollout_weights > 0
     rank = f" of rank {lora.rank}" if lora.rank else ""
-    dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
+    stored = section.frozen_dtype if section.quantised == "none" else section.quantised
+    dtype = f"{stored}, adapters{rank} float32" if lora.used else "float32"
     no_copy = "the base without its adapters" if lora.used else "none: no KL"
     compiled = "compiled" if target is None else f"compiled for {target}"
     note = "estimate" if memory.estimate else compiled

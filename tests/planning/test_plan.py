@@ -98,11 +98,13 @@ def test_a_base_in_few_bits_is_counted_as_it_is_stored():
     model = read_shape("miniature")
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
     whole = held(configured(*adapters), model)
-    memory = held(configured(*adapters, "--policy.quantised=int4"), model)
+    config = configured(*adapters, "--policy.quantised=int4")
+    memory = held(config, model)
     loaded = load_folder(bundled("miniature", "policy")).params
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, "int4"))
     assert memory.parameters == whole.parameters and memory.trained == whole.trained
     assert memory.weights == whole.weights - saved and saved > 0
+    assert plan.policy_lines(config, memory)[0].note == "int4, adapters of rank 2 float32"
 
 
 def recorded(monkeypatch, make):

@@ -205,7 +205,8 @@ def test_end_ids_fall_back_to_config_and_tokenizer(qwen):
 
 
 def test_an_export_replaces_an_older_one_and_nothing_else(tmp_path, qwen):
-    others = ("modeling.py", "training.bin", "pytorch_model.bin.index.json")  # code and other weights are not copied
+    # Code and other weights are not copied.
+    others = ("modeling.py", "training.bin", "pytorch_model.bin.index.json", "adapter_config.json")
     for name in ("LICENSE", *others):
         (qwen / name).write_text("{}")
     loaded = load_folder(qwen)

@@ -207,7 +207,7 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
     """Copy configurations and tokenizer, without code and without weights in other formats."""
     for path in source.iterdir():
         wanted = path.suffix in _COPIED or path.name.upper().startswith("LICENSE")
-        if path.is_file() and wanted and not path.name.endswith(".index.json"):
+        if path.is_file() and wanted and not path.name.endswith((".index.json", "adapter_config.json")):
             shutil.copyfile(path, work / path.name)
     if dtype is not None:
         raw = read_json_file(work / "config.json")

@@ -19,7 +19,7 @@ class OpenClip(Judge):
     model: str = "miniature"
     """Open_clip model name, a local folder, or "miniature"."""
     pretrained: str | None = None
-    """Tag of the weights for a model name, such as laion2b_s34b_b79k."""
+    """Weights of a model name: a tag such as laion2b_s34b_b79k, or a safetensors file."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of its weights."""
 
@@ -86,8 +86,6 @@ class OpenClip(Judge):
         from bridges.loading import local_folder
 
         model = self._source()
-        if model.startswith("hf-hub:"):
-            return model
         if model.replace("/", "-") in open_clip.list_models():  # the papers write "ViT-B/32"
             model = model.replace("/", "-")
             tags = open_clip.list_pretrained_tags_by_model(model)
@@ -96,11 +94,15 @@ class OpenClip(Judge):
             expected = f"a safetensors file or weights of {model}, {', '.join(tags)}"
             require(named, "judges.scorer.pretrained", expected, self.pretrained)
             return model
-        folder = local_folder(model.removeprefix("local-dir:"))
-        if folder is None:
-            known = "neither a folder nor a model of open_clip.list_models()"
-            raise UserError(f"scorer {model}: {known}; one of the hub is hf-hub:{model}")
-        have = sorted(path.name for path in folder.iterdir())
-        complete = (folder / "open_clip_config.json").is_file() and any(folder.glob("*.safetensors"))
-        require(complete, f"scorer {folder}", "open_clip_config.json and a safetensors file", have)
-        return f"local-dir:{folder}"
+        if not model.startswith("hf-hub:"):
+            folder = local_folder(model.removeprefix("local-dir:"))
+            if folder is None:
+                known = "neither a folder nor a model of open_clip.list_models()"
+                raise UserError(f"scorer {model}: {known}; one of the hub is hf-hub:{model}")
+            have = sorted(path.name for path in folder.iterdir())
+            complete = (folder / "open_clip_config.json").is_file() and any(folder.glob("*.safetensors"))
+            require(complete, f"scorer {folder}", "open_clip_config.json and a safetensors file", have)
+            model = f"local-dir:{folder}"
+        expected = f"null, as {self.model} has its own weights"  # open_clip would ignore it
+        require(not self.pretrained, "judges.scorer.pretrained", expected, self.pretrained)
+        return model

@@ -144,6 +144,13 @@ def test_models_that_do_not_exist(model, pretrained, message):
     assert "\n" not in str(caught.value)
 
 
+def test_weights_beside_a_model_that_has_its_own_are_refused(folder):
+    """open_clip ignores them silently, so that pictures would be scored by other weights than named."""
+    for model in ("miniature", str(folder), "hf-hub:laion/some-model"):
+        with pytest.raises(UserError, match=r"judges.scorer.pretrained: expected null, as .* has its own weights, got"):
+            OpenClip(model=model, pretrained="laion2b_s34b_b79k").check()
+
+
 def test_broken_folders(tmp_path, folder):
     with pytest.raises(UserError, match=r"expected open_clip_config\.json and a safetensors"):
         load_scorer(tmp_path)

@@ -105,7 +105,7 @@ class JudgeActor:
             os.chdir(self._folder)  # a config's paths are relative to it
         if self._device == "cpu":
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        if self._kernels != (False, True):
+        if self._kernels[0] or self._device != "cpu":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             import torch
 
@@ -316,9 +316,9 @@ def start_actors(name: str, judge: Any, section: PoolSection, *, named: bool = F
     options = {**resources, "runtime_env": section.runtime_env or None, "namespace": NAMESPACE}
     options |= {"max_restarts": RESTARTS, "max_task_retries": -1}
     torch = sys.modules.get("torch")
-    kernels = False, True
+    kernels = False, False
     if torch is not None:
-        kernels = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32
+        kernels = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
     given = judge, "gpu:0" if section.cards else "cpu", os.getcwd(), section.batch_timeout, kernels
     names = [f"{name}-{number}" if named else None for number in range(section.replicas)]
     try:

@@ -102,4 +102,6 @@ class Rounding:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_an_actor_rounds_as_the_runs_process_does(tf32, rounding):
+    for part in rounding:  # torch's own default allows TF32 in convolutions alone
+        part.allow_tf32 = not tf32
     assert JudgeActor(Rounding(), "gpu:0", "", 0.0, (False, tf32))._loaded == (tf32, tf32)

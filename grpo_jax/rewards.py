@@ -7,6 +7,7 @@ config.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,11 @@ def think_format(
 def _text(completion: Completion) -> str:
     """Return the text of a completion; of chat messages the last one's."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _is_null(answer: object) -> bool:
+    """Return whether a row has no answer: None, or NaN as in pandas."""
+    return answer is None or (isinstance(answer, float) and math.isnan(answer))
 
 
 def _inside(text: str, tag: str) -> str:
@@ -143,7 +149,7 @@ def exact_match(
         return text.casefold() if ignore_case else text
 
     def value(text: str, right: object) -> float | None:
-        if right is None:
+        if _is_null(right):
             return None
         matches = list(form.finditer(text)) if pattern else []
         if pattern and not matches:
@@ -183,15 +189,18 @@ def _answer(text: str) -> str:
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3}){1,99}(?![,\d])|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
 # A fraction or a decimal, with a sign that is no minus between two numbers; not a part of a date.
-_NUMBER = re.compile(rf"((?<![\w.)\]])[-+−])?(?:(?<![\d.,/])({_DECIMAL}) ?/ ?({_DECIMAL})(?!\d| ?/ ?\d)|({_DECIMAL}))")
+_NUMBER = re.compile(rf"((?<![\w.)\]])[-+−–])?(?:(?<![\d.,/])({_DECIMAL}) ?/ ?({_DECIMAL})(?!\d| ?/ ?\d)|({_DECIMAL}))")
 _LATEX = (
+    (r"(?<![\w.)\]])([-−])\\?[$€£](?=\.?\d)", r"\1"),
     (r"\{,\}|\\[,!]", ""),
     (r"(?<=\d)\s*(?=\\[dt]?frac)", " "),
     (r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4"),
     (r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 "),
     (r"\^\s*\{?\\circ\}?|\\[%$ ]", " "),
 )
-"""Patterns of LaTeX in and around numbers, and their replacements."""
+"""Patterns of LaTeX and currencies in and around numbers, and their replacements."""
+_MINUS = re.compile(r"(?:^|[=:$({])\s*[-−][\s{}($€£]*$")
+"""A minus apart from its number, as in - 5 and -{5}."""
 _MATHS = re.compile(r"[\\^_±√π×·]|\d[a-zA-Z](?![a-zA-Z])|[a-zA-Z\d]\s*[-+−*/]\s*\d|\d\s*[-+−*/]\s*[a-zA-Z\d]")
 """Mathematics around a number: roots, powers, variables such as 2x, sums, products."""
 _LONGEST = 1000  # characters of a number; the square of that many digits takes time
@@ -222,7 +231,7 @@ def numeric_answer(
     share = Fraction(str(tolerance))
 
     def value(text: str, right: object) -> float | None:
-        if right is None:
+        if _is_null(right):
             return None
         expected, number = _number_of_answer(right), _number_of(text)
         if number is None:
@@ -234,7 +243,7 @@ def numeric_answer(
 
 def _check_answer(columns: Mapping[str, object]) -> None:
     """Raise ValueError for a row's columns whose answer is no number."""
-    if columns.get("answer") is not None:
+    if not _is_null(columns.get("answer")):
         _number_of_answer(columns["answer"])
 
 
@@ -267,7 +276,8 @@ def _only_number(text: str) -> Fraction | None:
     if len(numbers) != 1:
         return None
     start, end = numbers[0].span()
-    return None if _MATHS.search(f"{text[:start]}1{text[end:]}") else _value(numbers[0])
+    value = None if _MATHS.search(f"{text[:start]}1{text[end:]}") else _value(numbers[0])
+    return -value if value and _MINUS.search(text[:start]) else value
 
 
 def _without_latex(text: str) -> str:
@@ -283,7 +293,7 @@ def _value(number: re.Match[str]) -> Fraction | None:
         return None
     sign, numerator, denominator, decimal = number.groups()
     parts = [Fraction(Decimal(part.replace(",", ""))) for part in (decimal or numerator, denominator or "1")]
-    return None if not parts[1] else (-1 if sign in ("-", "−") else 1) * parts[0] / parts[1]
+    return None if not parts[1] else (-1 if sign in ("-", "−", "–") else 1) * parts[0] / parts[1]
 
 
 def _boxed(text: str) -> str | None:

@@ -56,6 +56,10 @@ def test_a_column_with_the_name_of_an_option_is_no_option(options, value):
         ("sum: 1,2,3", "3"),
         ("x = -0.5", "-.5"),
         ("−7 degrees", "-7"),
+        ("It is –7 °C", "- 7"),
+        (r"\boxed{- 7}", "-{7}"),
+        (r"\boxed{-\$1,000}", "a loss: -$1,000"),
+        (r"\boxed{-7}", r"x = - \frac{14}{2}"),
         ("46-4", "4"),  # a minus between two numbers is no sign
         ("1e3", "1000"),
         (r"so \boxed{12} as shown in 3 steps", "12"),
@@ -86,6 +90,8 @@ def test_the_number_of_an_answer_is_found(text, right):
         (r"\boxed{unknown} 42", "42"),
         (r"\boxed{4}", r"\frac{3}{4}"),
         ("2", "1/2"),
+        ("2", "- 2"),
+        (r"\boxed{-\$2}", "2"),
         ("1/0", "0"),
         (r"\boxed{5\sqrt{2}}", "2"),
         (r"\boxed{1\frac{1}{2}}", "0.5"),
@@ -110,7 +116,8 @@ def test_a_number_may_be_off_by_the_tolerance():
     "answer", ["x = y", r"5\sqrt{2}", "2x", "(3, 4)", "3,14", "6*7 = 42", r"\pm 5", "1/0", "5k", "1 1/2", ""]
 )
 def test_an_answer_without_a_number_is_an_error_and_none_is_no_reward(answer):
-    assert values(rewards.numeric_answer, ["1", "1"], [None, "1"]) == [None, 1.0]
+    assert values(rewards.numeric_answer, ["1", "1", "1"], [None, "1", float("nan")]) == [None, 1.0, None]
+    rewards.numeric_answer.check_row({"answer": float("nan")})  # as pandas has it
     with pytest.raises(RewardError, match=r"the answer '.*' holds no single number; exact_match compares texts"):
         values(rewards.numeric_answer, ["2"], [answer])
 
@@ -125,6 +132,7 @@ def test_an_exact_match_is_the_answer_and_nothing_else():
     right = ["Paris", "Paris", "Paris", ["The Seine", "the Seine"]]
     assert values(rewards.exact_match, texts, right) == [1.0, 0.0, 0.0, 1.0]
     assert values(rewards.exact_match, texts, right, ignore_case=True) == [1.0, 1.0, 0.0, 1.0]
+    assert values(rewards.exact_match, ["nan", "no"], [float("nan"), "no"]) == [None, 1.0]
     tagged = ["<answer>no</answer> <answer>\n7 </answer>", "7", "<answer>no</answer>"]
     assert values(rewards.exact_match, tagged, [7, 7, None], pattern="<answer>(.*?)</answer>") == [1.0, 0.0, None]
     with pytest.raises(RewardError, match=r"pattern must have a group \(…\) around the answer, got 'answer'"):

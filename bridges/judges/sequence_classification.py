@@ -83,16 +83,19 @@ class RewardModel:
         completions: Sequence[str],
         *,
         prompt_messages: Sequence[Sequence[Message]] | None = None,
+        completion_messages: Sequence[Sequence[Message]] | None = None,
         **columns: object,
     ) -> torch.Tensor:
         """Return the model's score of each completion for its prompt, float32 [B]; the caller refuses NaN.
 
-        `prompt_messages` are the B prompts as conversations, lists of chat messages; None for the texts alone.
+        `prompt_messages` are the B prompts as conversations, lists of chat messages; `completion_messages` their
+        continuations, with several turns and observations. None for the texts alone.
         """
         import torch
 
-        conversations = prompt_messages or [[{"role": "user", "content": prompt}] for prompt in prompts]
-        rows = [self._texts(*pair) for pair in zip(conversations, completions, strict=True)]
+        asked = prompt_messages or [[{"role": "user", "content": prompt}] for prompt in prompts]
+        answers = completion_messages or [[{"role": "assistant", "content": text}] for text in completions]
+        rows = [self._texts([*start, *end]) for start, end in zip(asked, answers, strict=True)]
         scores = torch.zeros(len(rows), device=self.device)
         order = sorted(range(len(rows)), key=lambda row: sum(map(len, rows[row])))  # reduces padding
         size = self._config.batch_size
@@ -110,14 +113,14 @@ class RewardModel:
                 scores[batch] = self._model(**inputs.to(self.device)).logits[:, self._column].float()
         return scores
 
-    def _texts(self, conversation: Sequence[Message], completion: str) -> tuple[str, ...]:
-        """Render a conversation and its completion with the chat template; without one, return a pair of texts."""
+    def _texts(self, conversation: Sequence[Message]) -> tuple[str, ...]:
+        """Render a conversation with the chat template; without one, return the text before its answer, and the answer."""
         messages = []
         for message in conversation:
             content = message["content"]  # a text, or parts, among them pictures
             text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
             messages.append({**message, "content": text})
-        if not self._tokenizer.chat_template:
-            return "\n\n".join(message["content"] for message in messages), completion
-        messages.append({"role": "assistant", "content": completion})
-        return (self._tokenizer.apply_chat_template(messages, tokenize=False),)
+        if self._tokenizer.chat_template:
+            return (self._tokenizer.apply_chat_template(messages, tokenize=False),)
+        *before, answer = (message["content"] for message in messages)
+        return "\n\n".join(before), answer

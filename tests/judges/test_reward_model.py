@@ -13,7 +13,7 @@ from bridges.judges.sequence_classification import SequenceClassification  # noq
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models.hf.chat import Message  # noqa: E402
 from grpo_jax.rollout.data import Row  # noqa: E402
-from grpo_jax.rollout.env import Episode, Turn  # noqa: E402
+from grpo_jax.rollout.env import Episode, Observation, Turn  # noqa: E402
 from grpo_jax.rollout.reward_registry import JUDGE_AS_REWARD, ResolvedReward, bind  # noqa: E402
 from grpo_jax.rollout.rewards import Score  # noqa: E402
 
@@ -103,6 +103,17 @@ def test_a_column_messages_beside_the_prompt_is_no_part_of_it(folder):
     system, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "4"}
     expected = [chat(folder, [whole[0], answer]), chat(folder, [system, whole[0], answer])]
     np.testing.assert_allclose(found[:, 0, 0], expected, atol=1e-5)
+
+
+def test_an_episode_is_judged_with_its_earlier_turns_and_observations(folder):
+    """As in TRL: the last turn alone is no answer to the prompt."""
+    judge = SequenceClassification(path=str(folder)).load("cpu")
+    reward = bind(ResolvedReward("rm", JUDGE_AS_REWARD, "rm", messages=None), {"rm": judge})
+    episode = Episode((Turn("2 plus 2", observation=Observation("4")), Turn("It is 4.")), final=True)
+    found, _ = Score({"rm": reward}, {}, missing=False, role="tool")([Row(0, "2+2?")], [[episode]], None)
+    texts = (("user", "2+2?"), ("assistant", "2 plus 2"), ("tool", "4"), ("assistant", "It is 4."))
+    expected = chat(folder, [{"role": role, "content": text} for role, text in texts])
+    np.testing.assert_allclose(found, [[[expected]]], atol=1e-5)
 
 
 def test_without_a_template_the_pair_is_read_and_the_label_says_which_output(encoder):

@@ -32,6 +32,8 @@ class Function(Judge):
         function = load_object(self.name, "name")
         unknown = sorted(self.options.keys() - inspect.signature(function).parameters)
         require(not unknown, "options", f"arguments of {self.name}", unknown)
-        reward = functools.wraps(function)(lambda *a, **columns: function(*a, **columns | copy.deepcopy(self.options)))
+        shipped = function.__module__ == "grpo_jax.rewards"  # no column is an option of theirs
+        options = {**((shipped and function.__kwdefaults__) or {}), **self.options}
+        reward = functools.wraps(function)(lambda *a, **columns: function(*a, **columns | copy.deepcopy(options)))
         reward.takes_messages = True  # type: ignore[attr-defined] like any reward of the user
         return reward

@@ -91,6 +91,13 @@ def used(completions, *, words, most=1, **columns):
         judge.judges["a"].replace(options={"words": [], "mots": 3}).check()
 
 
+def test_no_column_is_an_option_of_a_shipped_reward():
+    judge = make_config(task="text", judges={"a": {"kind": "function", "name": "grpo_jax.rewards:think_format"}})
+    reward = bind(ResolvedReward("a", JUDGE_AS_REWARD, "a", messages=None), {"a": judge.judges["a"].load()})
+    columns = {"tag": ["algebra"], "opened": [True]}  # such as the kind of a problem
+    assert collect_rewards({"a": reward}, ["p"], ["<think>a</think> b"], columns, 1) == [[[1]]]
+
+
 class Rounding:
     """A judge that says how torch rounds where it is loaded."""
 

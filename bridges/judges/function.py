@@ -15,13 +15,10 @@ from grpo_jax.config.named import load_object
 class Function(Judge):
     """A reward function, for a pool of actors; its name is a reward."""
 
-    name: str = ""
+    name: str
     """Import path, package.module:function or file.py:function."""
     options: Options = {}
     """Keyword arguments of the function."""
-
-    def __post_init__(self) -> None:
-        require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
         """Refuse a missing object, one that is not callable, and options that it does not name."""

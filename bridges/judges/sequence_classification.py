@@ -114,7 +114,7 @@ class RewardModel:
         return scores
 
     def _texts(self, conversation: Sequence[Message]) -> tuple[str, ...]:
-        """Render a conversation with the chat template; without one, return the text before its answer, and the answer."""
+        """Render a conversation by the chat template; without one, return all before the answer, and the answer."""
         messages = []
         for message in conversation:
             content = message["content"]  # a text, or parts, among them pictures

@@ -46,7 +46,6 @@ class ResolvedReward(NamedTuple):
     judge: str = ""  # name of another judge to use; "" for the function's own
     options: Mapping[str, object] = MappingProxyType({})
     messages: bool | None = False  # as in `with_arguments`
-    own: bool = False  # whether it is the user's own
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
@@ -107,7 +106,7 @@ def resolve_rewards(
         check_options(name, function, options, RESERVED_COLUMNS)
         if getattr(function, "__module__", "") == "grpo_jax.rewards":  # no column is an option of theirs
             options = {**(getattr(function, "__kwdefaults__", None) or {}), **options}
-        return ResolvedReward(name, function, options=options, messages=None, own=True)
+        return ResolvedReward(name, function, options=options, messages=None)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
         """Find a reward by import path, among the task's, or among the task's with another judge."""
@@ -152,14 +151,14 @@ def resolve_rewards(
 
 
 def required_columns(rewards: ResolvedRewards, source: TaskRewards, judges: Collection[str]) -> dict[str, str]:
-    """Return the arguments of users' rewards that only the data's columns can fill, each with its reward's name."""
+    """Return the arguments of rewards that only the data's columns can fill, each with its reward's name."""
     if source.columns is not None and not source.column_names:  # the task adds unknown columns
         return {}
     filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
     needed: dict[str, str] = {}
     for reward in (*rewards.maximised, *rewards.evaluated):
-        own = arguments_of(reward.function, required=True) if reward.own else []
-        needed |= {name: reward.name for name in own if name not in {*filled, *reward.options}}
+        names = arguments_of(reward.function, required=True)
+        needed |= {name: reward.name for name in names if name not in {*filled, *reward.options}}
     return needed
 
 
@@ -173,7 +172,8 @@ def require_columns(needed: Mapping[str, str], rows: Iterable[Row]) -> None:
     for name in [name for name in needed if name not in columns]:
         raise UserError(
             f"reward {needed[name]}: no column fills its argument {name!r}; the data has "
-            f"{', '.join(columns) or 'none'}: name one by data.columns.{name}, or give the argument a default"
+            f"{', '.join(columns) or 'none'}: name one by data.columns.{name}, a judge by judges.{name}, or give the "
+            "argument a default"
         )
 
 

@@ -99,6 +99,7 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
             [*PICTURES, "--rewards", '[{"name": "faithfulness", "messages": true}]'],
             "messages is for rewards of your own",
         ),
+        ([*PICTURES, "--rewards", "geneval"], "reward geneval: no column fills its argument 'include'; the data has "),
         ([*PICTURES, "--judges.scorer.model", "./no_clip"], "no such folder: ./no_clip"),
         ([*PICTURES, "--eval_rewards", '["alignment@nobody"]'], "alignment@nobody: expected one of the judges ["),
         (

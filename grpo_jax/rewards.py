@@ -7,7 +7,6 @@ config.
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -69,11 +68,6 @@ def think_format(
 def _text(completion: Completion) -> str:
     """Return the text of a completion; of chat messages the last one's."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
-
-
-def _is_null(answer: object) -> bool:
-    """Return whether a row has no answer: None, or NaN as in pandas."""
-    return answer is None or (isinstance(answer, float) and math.isnan(answer))
 
 
 def _inside(text: str, tag: str) -> str:
@@ -149,7 +143,7 @@ def exact_match(
         return text.casefold() if ignore_case else text
 
     def value(text: str, right: object) -> float | None:
-        if _is_null(right):
+        if right is None or right != right:  # NaN, as in pandas
             return None
         matches = list(form.finditer(text)) if pattern else []
         if pattern and not matches:
@@ -199,8 +193,7 @@ _LATEX = (
     (r"\^\s*\{?\\circ\}?|\\[%$ ]", " "),
 )
 """Patterns of LaTeX and currencies in and around numbers, and their replacements."""
-_MINUS = re.compile(r"(?:^|[=:$({])\s*[-−][\s{}($€£]*$")
-"""A minus apart from its number, as in - 5 and -{5}."""
+_MINUS = re.compile(r"(?:^|[=:$({])\s*[-−][\s{}($€£]*$")  # a minus apart from its number, as in - 5
 _MATHS = re.compile(r"[\\^_±√π×·]|\d[a-zA-Z](?![a-zA-Z])|[a-zA-Z\d]\s*[-+−*/]\s*\d|\d\s*[-+−*/]\s*[a-zA-Z\d]")
 """Mathematics around a number: roots, powers, variables such as 2x, sums, products."""
 _LONGEST = 1000  # characters of a number; the square of that many digits takes time
@@ -231,7 +224,7 @@ def numeric_answer(
     share = Fraction(str(tolerance))
 
     def value(text: str, right: object) -> float | None:
-        if _is_null(right):
+        if right is None or right != right:
             return None
         expected, number = _number_of_answer(right), _number_of(text)
         if number is None:
@@ -243,8 +236,7 @@ def numeric_answer(
 
 def _check_answer(columns: Mapping[str, object]) -> None:
     """Raise ValueError for a row's columns whose answer is no number."""
-    if not _is_null(columns.get("answer")):
-        _number_of_answer(columns["answer"])
+    numeric_answer([""], [""], [columns.get("answer")])
 
 
 numeric_answer.check_row = _check_answer  # pyright: ignore[reportFunctionMemberAccess]

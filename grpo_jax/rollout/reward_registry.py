@@ -172,8 +172,7 @@ def require_columns(needed: Mapping[str, str], rows: Iterable[Row]) -> None:
     for name in [name for name in needed if name not in columns]:
         raise UserError(
             f"reward {needed[name]}: no column fills its argument {name!r}; the data has "
-            f"{', '.join(columns) or 'none'}: name one by data.columns.{name}, a judge by judges.{name}, or give the "
-            "argument a default"
+            f"{', '.join(columns) or 'none'}: name one by data.columns.{name} or judges.{name}, or give it a default"
         )
 
 

@@ -131,10 +131,10 @@ class PipelineJudge(Judge):
     """Denoising steps in training."""
     guidance: OneOrMore = 1.0
     """Classifier-free guidance scale in training; 1 switches it off."""
-    eval_steps: PositiveCount = 10
-    """Denoising steps in evaluation."""
-    eval_guidance: OneOrMore = 1.0
-    """Guidance scale in evaluation."""
+    eval_steps: PositiveCount | None = None
+    """Denoising steps in evaluation; null takes `steps`."""
+    eval_guidance: OneOrMore | None = None
+    """Guidance scale in evaluation; null takes `guidance`."""
     cache_megabytes: Count = resume_mutable(256)
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
     batch_size: PositiveCount = resume_mutable(32)
@@ -172,4 +172,5 @@ class PipelineJudge(Judge):
     def settings(self, negative_prompt: str | None = None) -> tuple[RenderSettings, RenderSettings]:
         """Return the settings of training and of evaluation."""
         training = RenderSettings(self.steps, self.guidance, self.size, self.batch_size, negative_prompt)
-        return training, replace(training, steps=self.eval_steps, guidance=self.eval_guidance)
+        steps, guidance = self.eval_steps or self.steps, self.eval_guidance or self.guidance
+        return training, replace(training, steps=steps, guidance=guidance)

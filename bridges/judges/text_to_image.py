@@ -32,7 +32,7 @@ class TextToImage(TrainablePipeline):
     def __post_init__(self) -> None:
         length = self.max_sequence_length
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
-        guided = not self.negative_prompt or min(self.guidance, self.eval_guidance) > 1
+        guided = not self.negative_prompt or min(one.guidance for one in self.settings()) > 1
         require(guided, "negative_prompt", "empty, or guidance and eval_guidance above 1", self.negative_prompt)
 
     def check(self) -> None:
@@ -73,7 +73,7 @@ class TextToImage(TrainablePipeline):
         target = torch_device(device)
         source, index, kind = self._find()
         pipeline = load_pipeline(kind, source, target, DTYPES[self.dtype], **_left_out(kind, index))
-        most = max(self.guidance, self.eval_guidance)
+        most = max(one.guidance for one in self.settings())
         if "true_cfg_scale" in inspect.signature(kind.__call__).parameters:  # FLUX: its network reads guidance, or none
             guided = most == 1 or denoiser(pipeline).config.get("guidance_embeds")
             require(guided, "guidance, eval_guidance", f"1, as {self.path} draws without guidance", most)

@@ -188,7 +188,18 @@ def held(model) -> int:
 
 @pytest.fixture
 def judge(folder):
-    return StableDiffusion3(path=str(folder), size=16, steps=1, eval_steps=2, guidance=3.0, batch_size=2)
+    return StableDiffusion3(
+        path=str(folder), size=16, steps=1, eval_steps=2, guidance=3.0, eval_guidance=1.0, batch_size=2
+    )
+
+
+def test_evaluation_draws_as_training_unless_it_has_settings_of_its_own():
+    """With 10 steps and no guidance, held-out prompts were measured by other pictures than the run trains on."""
+    judge = StableDiffusion3(steps=28, guidance=7.0)
+    training, evaluation = judge.settings()
+    assert (training.steps, training.guidance) == (28, 7.0) and evaluation == training
+    own = judge.replace(eval_steps=40, eval_guidance=4.5).settings()[1]
+    assert (own.steps, own.guidance) == (40, 4.5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"use_t5": False, "dtype": "bfloat16"}], ids=["whole", "no T5, bfloat16"])

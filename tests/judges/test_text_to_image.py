@@ -69,7 +69,7 @@ def load(judges):
 def judge_of(kind, folder, **fields) -> TextToImage:
     """A judge of two steps that guides in training and does not in evaluation, nor ever where it cannot."""
     shared = {"size": 32, "steps": 2, "eval_steps": 2, "batch_size": 4, "cache_megabytes": 0}
-    guided = {} if kind == "FluxPipeline" else {"guidance": 3.0}
+    guided = {"eval_guidance": 1.0} if kind == "FluxPipeline" else {"guidance": 3.0, "eval_guidance": 1.0}
     # more than CLIP's 77, so that Stable Diffusion 3's T5 reads furthest
     length = {} if kind in FIXED_WINDOW else {"max_sequence_length": 80}
     return TextToImage(path=str(folder), **(shared | guided | length | fields))

@@ -25,7 +25,7 @@ def load(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     renderer = str(tiny_models.stable_diffusion_3(folder / "renderer"))
     scorer = OpenClip(model=str(tiny_models.clip(folder / "scorer")))
-    small = {"size": 16, "steps": 2, "eval_steps": 3, "guidance": 3.0, "batch_size": 3}
+    small = {"size": 16, "steps": 2, "eval_steps": 3, "guidance": 3.0, "eval_guidance": 1.0, "batch_size": 3}
 
     def judges(cache_megabytes):
         section = StableDiffusion3(path=renderer, cache_megabytes=cache_megabytes, **small)

@@ -27,7 +27,7 @@ from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_EXPORTED = re.compile(r"(?i).*\.(json|jinja|txt|model|tiktoken|safetensors)|LICENSE.*|README\.md")
+_EXPORTED = re.compile(r"(?i).*\.(json|jinja|txt|model|tiktoken|safetensors)|LICENSE.*|README\.md|\.DS_Store")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 

@@ -54,10 +54,10 @@ def joint(arm):
     return mean(run["after"] for run in kept("joint.json")["runs"] if run["arm"] == arm)
 
 
-def writer(when, arm="gdpo"):
+def writer(when, arm="gdpo", pairs=32, arguments=()):
     """The mean pixel accuracy of SmolLM2-135M over the fresh seeds of `benchmarks/small_writer.py`."""
-    runs = [run for run in kept("small_writer.json")["runs"] if run["pairs"] == 32 and not run["arguments"]]
-    return mean(run[when] for run in runs if run["arm"] == arm and run["seed"] >= 300)
+    runs = [run for run in kept("small_writer.json")["runs"] if run["arm"] == arm and run["seed"] >= 300]
+    return mean(run[when] for run in runs if run["pairs"] == pairs and run["arguments"] == [*arguments])
 
 
 def writer_beside_trl():
@@ -103,6 +103,9 @@ FIGURES = [
     (r"on rewards then reaches \*\*(\.\d+)\*\*", [lambda: writer("after")]),
     (r"Supervision alone reaches (\.\d+) in", [lambda: writer("after", arm="sft")]),
     (r"in (\.\d+) of TRL's CPU seconds \(three", [writer_beside_trl]),
+    (r"Behind (\d+) pairs supervision", [lambda: kept("small_writer.json")["runs"][2]["pairs"]]),
+    (r"supervision ends at (\.\d+), and", [lambda: writer("after", arm="sft", pairs=8)]),
+    (r"rewards reach \*\*(\.\d+)\*\* \(three", [lambda: writer("after", "gdpo", 8, ("--training.max_steps", "180"))]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
 ]  # fmt: skip

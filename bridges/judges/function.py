@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from grpo_jax.config.fields import Options, require
 from grpo_jax.config.judge import Judge
-from grpo_jax.config.named import load_object
+from grpo_jax.config.named import fixed_options, load_object
 
 
 class Function(Judge):
@@ -29,8 +29,7 @@ class Function(Judge):
         function = load_object(self.name, "name")
         unknown = sorted(self.options.keys() - inspect.signature(function).parameters)
         require(not unknown, "options", f"arguments of {self.name}", unknown)
-        shipped = function.__module__ == "grpo_jax.rewards"  # no column is an option of theirs
-        options = {**((shipped and function.__kwdefaults__) or {}), **self.options}
+        options = fixed_options(function, self.options)
         reward = functools.wraps(function)(lambda *a, **columns: function(*a, **columns | copy.deepcopy(options)))
         reward.takes_messages = True  # type: ignore[attr-defined] like any reward of the user
         return reward

@@ -89,6 +89,12 @@ def own_package(package: str, module: str = "") -> Any:
     return importlib.import_module(f"{package}.{module}") if module else imported
 
 
+def fixed_options(function: Callable[..., Any], options: Mapping[str, object]) -> dict[str, object]:
+    """Return a reward's options; a shipped reward's are all fixed, so that no column of that name is one."""
+    shipped = getattr(function, "__module__", "") == "grpo_jax.rewards"
+    return {**((shipped and getattr(function, "__kwdefaults__", None)) or {}), **options}
+
+
 def import_path(function: Callable[..., Any], label: str) -> str:
     """Return an import path of a function or class that works in any folder, else "<given>:label".
 

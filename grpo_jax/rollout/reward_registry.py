@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from grpo_jax.config.fields import require
-from grpo_jax.config.named import IN_PYTHON, load_object
+from grpo_jax.config.named import IN_PYTHON, fixed_options, load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import Problems, UserError, failures_as, one_line, short_name
@@ -104,9 +104,7 @@ def resolve_rewards(
 
     def of_user(name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)
-        if getattr(function, "__module__", "") == "grpo_jax.rewards":  # no column is an option of theirs
-            options = {**(getattr(function, "__kwdefaults__", None) or {}), **options}
-        return ResolvedReward(name, function, options=options, messages=None)
+        return ResolvedReward(name, function, options=fixed_options(function, options), messages=None)
 
     def find(name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
         """Find a reward by import path, among the task's, or among the task's with another judge."""

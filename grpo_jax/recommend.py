@@ -33,13 +33,12 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
     Raises:
         UserError: There is no such run or checkpoint, or its task recommends nothing.
     """
-    from grpo_jax.runs.policy import restore_policy, run_config
+    from grpo_jax.runs.policy import restore_policy, run_config, saved_task
 
     if not hasattr(run_config(run_dir).task, "recommender"):
         raise UserError(f"{short_name(run_dir)}: its task recommends nothing")
     config, policy, meta = restore_policy(run_dir, checkpoint)
-    saved = meta.get("progress", {}).get("identity", {}).get("task", {})
-    return config.task.recommender(config, policy, functools.partial(make_rewriter, config, policy), saved)
+    return config.task.recommender(config, policy, functools.partial(make_rewriter, config, policy), saved_task(meta))
 
 
 def make_parser() -> argparse.ArgumentParser:

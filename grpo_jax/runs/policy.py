@@ -244,9 +244,13 @@ def restore_variables(
         return variables, {"step": 0}
     with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
         state, meta = checkpoints.restore(checkpoint, {EVALUATED: trained_weights(variables)})
-    saved = meta.get("progress", {}).get("identity", {}).get("task", {})  # other versions may write other progress
-    require_same_task(saved, identity, checkpoints.folder)
+    require_same_task(saved_task(meta), identity, checkpoints.folder)
     return {**variables, **state[EVALUATED]}, meta
+
+
+def saved_task(meta: Record) -> dict[str, str]:
+    """Return the identity of the task in a checkpoint's meta; other versions may write other progress."""
+    return meta.get("progress", {}).get("identity", {}).get("task", {})
 
 
 def saved_renderer(state: dict[str, np.ndarray], run_dir: str | Path, checkpoint: str | int) -> dict[str, np.ndarray]:

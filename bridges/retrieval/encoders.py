@@ -184,7 +184,7 @@ def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None
     fingerprint = Fingerprint(catalogue_identity(titles), encoder.identity)
     if cache is None:
         return Index(encode_titles(encoder, titles), fingerprint, None)
-    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{digest(titles)}-{_FORMAT}"
+    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{fingerprint.catalogue.split()[-1]}-{_FORMAT}"
     try:
         if not folder.is_dir():
             save_index(folder, titles, encode_titles(encoder, titles), fingerprint)

@@ -144,9 +144,10 @@ def sft_pairs(task: RecommendationFields, dataset: Dataset, seed: int) -> list[t
     rows, catalogue = dataset.prompts.train, dataset.catalogue
     if task.writes == "query" and task.source == "dummy":
         return lessons(rows, catalogue, seed=seed)
-    texts = [catalogue.written[row.columns["target_row"]] for row in rows]
     if task.writes == "query":
         texts = together_titles(rows, catalogue, dataset.known)
+    else:
+        texts = [catalogue.written[row.columns["target_row"]] for row in rows]
     return [(row.prompt, text) for row, text in zip(rows, texts, strict=True) if text]
 
 

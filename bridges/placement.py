@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -20,7 +21,9 @@ POLICY = "policy"  # the part that JAX runs; all others are judges, which torch 
 
 Placement = dict[str, str]
 """Device of each part, or its request: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
-_ALLOCATED = 0.92  # the rest of a GPU's memory is for contexts and libraries
+ALLOCATED = 0.92  # the rest of a GPU's memory is for contexts and libraries
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_ALONE = 0.75  # JAX's own limit, in force where no judge shares the GPU
 
 
 def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
@@ -58,10 +61,8 @@ def resolve(
     """
     parts = tuple(requests)
     usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
-    chosen: dict[str, list[str]] = {}
-    for part in parts:
-        if requests[part] != "auto":
-            chosen[part] = _named(part, requests[part], usable[part], gpu_count)
+    named = [part for part in parts if requests[part] != "auto"]
+    chosen = {part: _named(part, requests[part], usable[part], gpu_count) for part in named}
     for number, part in enumerate(parts):
         if part not in chosen:
             taken = [name for names in chosen.values() for name in names]
@@ -97,8 +98,7 @@ def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
     """Divide a GPU's memory between JAX and torch if the policy shares it with judges; return a line about it.
 
     Call it before JAX's backend starts. Nothing is preallocated (`prepare_jax`): a share is an upper limit. `needed`
-    are the bytes reported by the judges on the policy's GPUs, None if one does not report. The user's
-    `XLA_PYTHON_CLIENT_MEM_FRACTION` is kept, and torch gets the rest.
+    are the bytes reported by the judges on the policy's GPUs, None if one does not report.
     """
     judges = {where for part, where in placement.items() if part != POLICY}
     shared = [card for card in policy_cards(placement) if f"gpu:{card}" in judges]
@@ -108,24 +108,27 @@ def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
 
     total = min(torch.cuda.get_device_properties(card).total_memory for card in shared)
     ours, theirs = memory_shares(needed, total)
-    name = "XLA_CLIENT_MEM_FRACTION" if "XLA_CLIENT_MEM_FRACTION" in os.environ else "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    if name in os.environ:
-        ours = float(os.environ[name])
-        theirs = max(_ALLOCATED - ours, 0.05)
-    os.environ[name] = str(ours)
+    if not os.environ.get("XLA_CLIENT_MEM_FRACTION"):
+        os.environ[FRACTION] = str(ours)
     for card in shared:
         torch.cuda.set_per_process_memory_fraction(theirs, card)
     cards = ", ".join(f"gpu:{card}" for card in shared)
     return [f"memory of {cards}: at most {ours:.0%} for the policy and {theirs:.0%} for judges, taken as needed"]
 
 
-def memory_shares(needed: int | None, total: int) -> tuple[float, float]:
+def memory_shares(needed: int | None, total: int, *, shared: bool = True) -> tuple[float, float]:
     """Return JAX's and torch's shares of a GPU with `total` bytes, if judges need `needed` bytes (None: unknown).
 
-    torch gets 1.5 times the judges' need, but at least a fifth and at most two thirds of the GPU.
+    torch gets 1.5 times the judges' need, but at least a fifth, and more than two thirds of the GPU only if they need
+    it. The user's `XLA_PYTHON_CLIENT_MEM_FRACTION` is kept, and torch gets the rest.
     """
-    theirs = _ALLOCATED / 2 if needed is None else min(max(1.5 * needed / total, 0.2), 2 / 3)
-    return round(_ALLOCATED - theirs, 2), round(theirs, 2)
+    given = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get(FRACTION)
+    if given or not shared:
+        ours = float(given or _ALONE)
+        return ours, max(ALLOCATED - ours, 0.05)
+    need = ALLOCATED / 3 if needed is None else needed / total
+    theirs = max(min(max(1.5 * need, 0.2), 2 / 3), min(need + 0.01, ALLOCATED - 0.1))
+    return round(ALLOCATED - theirs, 2), round(theirs, 2)
 
 
 def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
@@ -195,11 +198,11 @@ def _jax_cards() -> dict[int, jax.Device]:
 
 def jax_has_started() -> bool:
     """Return whether JAX's backend has started; if JAX's private function moves, False, which is harmless."""
-    try:
+    with suppress(ImportError):
         from jax._src.xla_bridge import backends_are_initialized
-    except ImportError:
-        return False
-    return backends_are_initialized()
+
+        return backends_are_initialized()
+    return False
 
 
 def _jax_has_gpus() -> bool:
@@ -223,12 +226,10 @@ def _count_cards() -> int:
 
 def _managed_cards() -> int:
     """Count the GPUs with NVIDIA's management library; 0 without it."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
     count = ctypes.c_uint(0)
-    if library.nvmlInit_v2() == 0:
-        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        library.nvmlShutdown()
+    with suppress(OSError):
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() == 0:
+            library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            library.nvmlShutdown()
     return count.value

@@ -7,6 +7,7 @@ and the compiler reports their memory. Judges report their own.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from argparse import Namespace
@@ -91,6 +92,10 @@ def show_plan(config: Config, request: Namespace) -> int:
         print(f"Sampling and update are estimates: {memory.estimate}. With grpo_jax[targets], XLA compiles for a GPU.")
     full = [card for card in cards if card.excess]
     for card in full:
+        placement = own_package("bridges", "placement")
+        share = math.floor(100 * (placement.ALLOCATED - card.judges / card.capacity)) / 100
+        if card.needed <= card.room and card.bytes_of(POLICY) <= share * card.capacity:
+            print(f"{card.name} suffices with the environment variable {placement.FRACTION}={share}.")
         print(f"{card.name} needs less memory with {_remedies(config, card)} (docs/planning.md).")
     print(f"It does not fit: {', '.join(card.name for card in full)}." if full else "It fits.")
     return 1 if full else 0
@@ -193,19 +198,17 @@ def held_memory(config: Config, state: TrainState) -> PolicyMemory:
 
 def read_shape(path: str) -> ModelConfig:
     """Return the decoder's config of a folder or hub id."""
-    folder = Path(bundled_policy(path))
-    if os.path.isfile(folder / "config.json"):
-        return hf.model_config(folder, read_json_file(folder / "config.json"))
-    if path in published_policies():
-        return hf.model_config(folder, published_policies()[path])
-    from huggingface_hub import hf_hub_download
+    folder, published = Path(bundled_policy(path)), published_policies()
+    file = folder / "config.json"
+    if not os.path.isfile(file) and path not in published:
+        from huggingface_hub import hf_hub_download
 
-    try:
-        downloaded = hf_hub_download(path, "config.json")
-    except Exception as error:  # unknown id, offline, gated: hub and transport raise many types
-        expected = f"expected a folder with config.json or a hub id, got {short_repr(path, 120)}"
-        raise UserError(f"policy.path: {expected} ({one_line(error)})") from error
-    return hf.model_config(folder, read_json_file(Path(downloaded)))
+        try:
+            file = Path(hf_hub_download(path, "config.json"))
+        except Exception as error:  # unknown id, offline, gated: hub and transport raise many types
+            expected = f"expected a folder with config.json or a hub id, got {short_repr(path, 120)}"
+            raise UserError(f"policy.path: {expected} ({one_line(error)})") from error
+    return hf.model_config(folder, read_json_file(file) if os.path.isfile(file) else published[path])
 
 
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
@@ -239,16 +242,26 @@ class Line(NamedTuple):
 
 
 class DeviceMemory(NamedTuple):
-    """A device in a plan: its name, bytes, and lines by part."""
+    """A device in a plan: its name, bytes, lines by part, and the bytes that JAX and torch may take."""
 
     name: str
     capacity: int
     parts: dict[str, list[Line]]
+    limits: tuple[float, float] = (math.inf, math.inf)
+
+    def bytes_of(self, *parts: str) -> int:
+        """Return the bytes of the parts' lines that count."""
+        return sum(line.bytes for part in parts for line in self.parts.get(part, ()) if line.counted)
 
     @property
     def needed(self) -> int:
-        """Return the bytes of all lines that count."""
-        return sum(line.bytes for lines in self.parts.values() for line in lines if line.counted)
+        """Return the bytes of all parts."""
+        return self.bytes_of(*self.parts)
+
+    @property
+    def judges(self) -> int:
+        """Return the bytes of the judges."""
+        return self.bytes_of(*self.parts.keys() - {POLICY, "runtime"})
 
     @property
     def room(self) -> int:
@@ -257,8 +270,9 @@ class DeviceMemory(NamedTuple):
 
     @property
     def excess(self) -> int:
-        """Return the excess bytes; 0 if it fits."""
-        return max(self.needed - self.room, 0)
+        """Return the excess bytes, of all parts, the policy or the judges; 0 if it fits."""
+        over = self.needed - self.room, self.bytes_of(POLICY) - self.limits[0], self.judges - self.limits[1]
+        return int(max(*over, 0))
 
 
 def plan_devices(
@@ -279,6 +293,12 @@ def plan_devices(
     for part, where in places.items():
         for name in where:
             cards[name].parts[part] = lines[part]
+    ours = [cards[name] for name in places[POLICY] if name.startswith("gpu:")]
+    shared = [card for card in ours if len(card.parts) > 1]
+    if ours:
+        needed, total = sum(card.judges for card in shared), min(card.capacity for card in shared or ours)
+        shares = own_package("bridges", "placement").memory_shares(needed, total, shared=bool(shared))
+        cards |= {card.name: card._replace(limits=tuple(share * card.capacity for share in shares)) for card in ours}
     for card in cards.values():
         runtimes = (POLICY in card.parts) + bool(card.parts.keys() - {POLICY})
         if card.name != "cpu" and runtimes:
@@ -366,7 +386,9 @@ def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMem
                 size = _gib(line.bytes) if line.counted else f"({_gib(line.bytes)})"
                 print(f"    {line.name:<26}{size:>9}  {line.note}".rstrip())
         verdict = f"{_gib(card.excess)} GiB too much" if card.excess else "fits"
-        print(f"  needed {_gib(card.needed)} of {_gib(card.room)} GiB ({FREE:.0%} left free): {verdict}")
+        mine, others = map(_gib, card.limits)
+        limits = f"; JAX takes at most {mine}, torch {others}" if card.limits[0] < card.capacity else ""
+        print(f"  needed {_gib(card.needed)} of {_gib(card.room)} GiB ({FREE:.0%} left free{limits}): {verdict}")
 
 
 def _print_programs(programs: Mapping[str, Report], target: Target | None, estimate: str) -> None:

@@ -95,7 +95,15 @@ def test_library_without_gpu_support():
 
 
 @pytest.mark.parametrize(
-    ("needed", "shares"), [(None, (0.46, 0.46)), (1, (0.72, 0.2)), (16, (0.62, 0.3)), (79, (0.25, 0.67))]
+    ("needed", "shares"),
+    [
+        (None, (0.46, 0.46)),
+        (1, (0.72, 0.2)),
+        (16, (0.62, 0.3)),
+        (50, (0.25, 0.67)),
+        (60, (0.16, 0.76)),
+        (79, (0.1, 0.82)),
+    ],
 )
 def test_judges_on_the_policys_card_get_what_they_say_and_the_policy_the_rest(needed, shares):
     assert memory_shares(needed, 80) == shares

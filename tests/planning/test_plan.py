@@ -244,6 +244,25 @@ def test_what_does_not_fit_is_named(not_compiled, monkeypatch, capsys):
     )
 
 
+def test_a_card_fits_only_within_the_share_that_jax_takes_of_it(not_compiled, monkeypatch, capsys):
+    """JAX takes three quarters of a card of its own, and less beside judges (`placement.memory_shares`)."""
+    memory = PolicyMemory(10, 10, 3 * GIB, 0, 0, 0, sampling=GIB, update=16 * GIB)
+    monkeypatch.setattr(plan, "plan_policy", lambda *_, **__: (memory, {}))
+    command = ["--config=text_one_gpu", "--plan", "--device_memory_gib=24"]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "19.50 of 22.80 GiB (5% left free; JAX takes at most 18.00, torch 4.08): 1.00 GiB too much" in said
+    assert "gpu:0 suffices with the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION=0.92." in said
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    assert main(command) == 0
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    (shared,) = plan.plan_devices(configured(), memory, (24.0,))
+    assert shared.limits == (0.72 * 24 * GIB, 0.2 * 24 * GIB) and shared.needed < shared.room
+    assert shared.excess == int(19 * GIB - 0.72 * 24 * GIB)
+    alone, *_ = plan.plan_devices(configured(), memory, (26.0, 16.0))
+    assert alone.limits[0] == 0.75 * 26 * GIB and not alone.excess
+
+
 def test_the_verdict_is_on_the_dtype_in_use(folder, not_compiled, capsys):
     """A CPU compiles bfloat16 in float32: activations need half of that; float32 is as compiled."""
     words = ["--task=text", "--rewards=[{name: numeric_answer}]", f"--policy.path={folder}", *SMALL]

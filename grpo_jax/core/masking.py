@@ -16,9 +16,7 @@ def as_float(
 ) -> jax.Array:
     """Return `value` as an array of at least float32 (float64 stays float64).
 
-    Raises:
-        TypeError: the dtype is not floating.
-        ValueError: the number of axes is not `ndim`, or the shape is another one.
+    TypeError if it is not floating, ValueError for another number of axes than `ndim`, or another shape.
     """
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -104,13 +102,7 @@ def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bo
     """Return the sample standard deviation (ddof 1) of `x` where `mask` is True.
 
     It is exactly 0, with gradient 0, if all values are equal or there are fewer than two. A plain formula gives
-    rounding noise there, and division by noise would invent signal.
-
-    Args:
-        x: floating array.
-        mask: bool, broadcastable against `x`.
-        axis: axes to reduce; all of them by default.
-        keepdims: keeps the reduced axes with length 1.
+    rounding noise there, and division by noise would invent signal. Arguments are those of `masked_mean`.
     """
     mask = jnp.broadcast_to(mask, x.shape)
     lowest = jnp.min(x, axis=axis, keepdims=True, where=mask, initial=jnp.inf)

@@ -86,8 +86,7 @@ class Loop(NamedTuple):
     @property
     def samples(self) -> Samples:
         """Return the completions so far."""
-        ended = {"truncated": ~self.done, "kept": self.kept}
-        return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, **ended)
+        return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, ~self.done, kept=self.kept)
 
 
 class PromptBatch(NamedTuple):

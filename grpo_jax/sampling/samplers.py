@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -42,11 +42,8 @@ class Samplers(NamedTuple):
 
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
     """Return the sampling parameters of a config's section; greedy ones (temperature 0) have no top-k, top-p, min-p."""
-    restrict: dict[str, Any] = {}
-    if temperature:
-        restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p}
-        restrict["keep_mask"] = section.sampling_mask == "keep"
-    return SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
+    restrict = section.top_k, section.top_p, section.min_p, section.sampling_mask == "keep"
+    return SamplingParams(group_size, section.max_new_tokens, temperature, *(restrict if temperature else ()))
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:

@@ -84,16 +84,9 @@ class Policy:
         platform: str | None = None,
     ) -> Policy:
         """Make a decoder's policy from a config section, without weights."""
-        return cls(
-            config,
-            compute_dtype=section.compute_dtype,
-            remat=section.remat,
-            lora=lora_config(section.lora, config),
-            mesh=mesh,
-            matmul_precision=section.matmul_precision,
-            attn_implementation=section.attn_implementation,
-            platform=platform or "",
-        )
+        same = ("compute_dtype", "remat", "matmul_precision", "attn_implementation")
+        options = {name: getattr(section, name) for name in same}
+        return cls(config, lora=lora_config(section.lora, config), mesh=mesh, platform=platform or "", **options)
 
     def prefill(
         self, variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None

@@ -122,7 +122,7 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
 
     `theta` is transformers' default if missing; `plain` are further rope types without scaling.
     """
-    scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    scaling = hf_config.not_null(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
     hf_config.expect(not nested, "rope_parameters", "one table for all layers", nested)
     hf_config.refuse_changed(scaling, _ROPE_NEUTRAL, "rope_parameters")
@@ -152,7 +152,5 @@ def read_rope(fields: hf_config.ConfigJson, *, theta: float = 10_000.0, plain: t
     low, high = rope.low_freq_factor, rope.high_freq_factor
     rises = kind != "llama3" or low < high
     hf_config.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
-    temperature = scaling.get("attention_factor")
-    if temperature is None:
-        temperature = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    temperature = scaling.get("attention_factor", 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
     return dataclasses.replace(rope, attention_factor=float(temperature)) if kind == "yarn" else rope

@@ -76,6 +76,7 @@ FOLDERS = [
     QWEN2 | MROPE | TOKENS | dict(model_type="qwen2_vl", num_key_value_heads=2, vision_config=dict(hidden_size=32)),
     without(MISTRAL, "num_key_value_heads") | dict(num_attention_heads=16, hidden_size=64),
     MISTRAL | dict(sliding_window=None),
+    QWEN2 | dict(num_key_value_heads=2, use_sliding_window=True, max_window_layers=1),
     without(SMOLLM3, "num_key_value_heads") | dict(num_hidden_layers=5),
     SMOLLM3 | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=8),
     PHI3,

@@ -10,19 +10,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from pydantic.dataclasses import dataclass
 
-from grpo_jax.models import hf_config
+from grpo_jax.models import hf_config, layers
 from grpo_jax.models.attention import Context, LayerInput, LayerOutput, add_deepstack, attend_streams
 from grpo_jax.models.hf_config import STRICT, Heads, NotNegative, Positions, Positive, Rows, Width
-from grpo_jax.models.layers import (
-    ACTIVATIONS,
-    COLUMNS,
-    GATED_PROJECTIONS,
-    ROWS,
-    Architecture,
-    Naming,
-    Projection,
-    RMSNorm,
-)
+from grpo_jax.models.layers import COLUMNS, GATED_PROJECTIONS, ROWS, Architecture, Naming, Projection, RMSNorm
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, Rotation, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision
@@ -79,7 +70,8 @@ class DecoderConfig:
         divides = self.num_heads % self.num_kv_heads == 0
         hf_config.expect(divides, "num_key_value_heads", f"a divisor of {self.num_heads} heads", self.num_kv_heads)
         hf_config.expect(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
-        hf_config.expect(self.activation in ACTIVATIONS, "hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
+        known = tuple(layers.ACTIVATIONS)
+        hf_config.expect(self.activation in known, "hidden_act", f"one of {known}", self.activation)
 
     @property
     def context_length(self) -> int | None:
@@ -170,34 +162,32 @@ def _head_dim(fields: hf_config.ConfigJson) -> int:
 
 def _windows(fields: hf_config.ConfigJson, model_type: str) -> tuple[int | None, ...]:
     """Return the window per layer, from layer_types or, in older folders, from max_window_layers."""
-    layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
-    window = fields.get("sliding_window")
     if model_type in ("llama", "olmo2", "qwen3_vl", "mistral"):
-        return same_window(fields, window)
-    window = window if fields.get("use_sliding_window", False) else None
+        return same_window(fields, fields.get("sliding_window"))
+    window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window", False) else None
     if types is not None:
         return typed_windows(fields, types, window)
     first = fields.get("max_window_layers")
     if first is None:
         first = 80 if model_type in VISION_TYPES else 28
-    return tuple(window if index >= first else None for index in range(layers))
+    return tuple(window if index >= first else None for index in range(fields["num_hidden_layers"]))
 
 
 def same_window(fields: hf_config.ConfigJson, window: int | None) -> tuple[int | None, ...]:
     """Return the same window, or None, for every layer; ValueError if layer_types differs."""
-    layers, types = fields["num_hidden_layers"], fields.get("layer_types")
+    count, types = fields["num_hidden_layers"], fields.get("layer_types")
     kind = "full_attention" if window is None else "sliding_attention"
-    same = not types or list(types) == [kind] * layers
-    hf_config.expect(same, "layer_types", f"{kind} in each of {layers} layers, with sliding_window={window}", types)
-    return (window,) * layers
+    same = not types or list(types) == [kind] * count
+    hf_config.expect(same, "layer_types", f"{kind} in each of {count} layers, with sliding_window={window}", types)
+    return (window,) * count
 
 
 def typed_windows(fields: hf_config.ConfigJson, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Return each layer's window: `window` for type ``sliding_attention``, None for ``full_attention``."""
-    layers = fields["num_hidden_layers"]
-    known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
-    hf_config.expect(known, "layer_types", f"full_attention or sliding_attention for each of {layers} layers", types)
+    count = fields["num_hidden_layers"]
+    known = len(types) == count and set(types) <= {"full_attention", "sliding_attention"}
+    hf_config.expect(known, "layer_types", f"full_attention or sliding_attention for each of {count} layers", types)
     slides = window is not None or "sliding_attention" not in types
     words = "a number, and use_sliding_window, for layers of sliding_attention"
     hf_config.expect(slides, "sliding_window", words, window)
@@ -292,7 +282,7 @@ class GatedMLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map states [P, S, D] to [P, S, D]."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, -1) if self.config.fused else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(ACTIVATIONS[self.config.activation](gate) * up)
+        return self.down_proj(layers.ACTIVATIONS[self.config.activation](gate) * up)
 
 
 class LlamaBlock(nn.Module):

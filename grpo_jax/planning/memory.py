@@ -22,6 +22,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
+from grpo_jax.config.sections import LoraSection
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.hf import folder as hf
@@ -114,11 +115,12 @@ class PolicyMemory(NamedTuple):
     sampling: int = 0  # of the sampling programs, including KV caches
     update: int = 0  # of the update and of log-probabilities, including gradients
     estimate: str = ""  # how sampling and update were estimated; empty if compiled in their own dtype
+    teacher: int = 0  # weights of algorithm.teacher
 
     @property
     def held(self) -> int:
         """Return the bytes held all the time."""
-        return self.weights + self.optimizer + self.reference + self.rollout_weights
+        return self.weights + self.optimizer + self.reference + self.rollout_weights + self.teacher
 
 
 def plan_policy(
@@ -163,8 +165,12 @@ def plan_policy(
         name: reports[name].working_bytes + tree_bytes(program.arguments[1:]) for name, program in programs.items()
     }
     sampling = max(working.pop(name, 0) for name in ("vision", "sample", "turn"))
-    memory = held_memory(config, state)
-    return memory._replace(sampling=sampling, update=max(working.values()), estimate=note), reports
+    memory, teacher = held_memory(config, state), 0
+    if path := config.algorithm.teacher:  # see `runs.policy.load_teacher`
+        section = section.replace(path=path, lora=LoraSection(), quantised="none")
+        teacher = tree_bytes(state_shapes(config.replace(policy=section), read_shape(path), mesh).variables)
+    memory = memory._replace(sampling=sampling, update=max(working.values()), estimate=note, teacher=teacher)
+    return memory, reports
 
 
 def _estimate(config: Config, state: TrainState, name: str, program: Program, wide: Report) -> Report:
@@ -349,6 +355,7 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
         Line("optimizer state", memory.optimizer, "float32"),
         Line("reference", memory.reference, "float32" if memory.reference else no_copy),
         *([Line("policy that samples ahead", memory.rollout_weights, "float32")] if ahead else []),
+        *([Line("teacher", memory.teacher, "float32, without its activations")] if memory.teacher else []),
         Line("sampling", memory.sampling, f"{note}, with its caches", larger or ahead),
         Line("update", memory.update, f"{note}, with its gradients; remat: {section.remat}", not larger or ahead),
     ]

@@ -184,6 +184,15 @@ def test_a_plan_compiles_the_last_turn_too(monkeypatch):
     assert "turn" in programs and len(asked) == len(programs) and memory.sampling >= 2 * GIB
 
 
+def test_a_teachers_weights_are_counted(not_compiled):
+    words = ("--algorithm.advantage=opd", "--algorithm.teacher=miniature", "--policy.lora.rank=2")
+    config = configured(*words, "--policy.frozen_dtype=bfloat16", "--policy.compute_dtype=bfloat16")
+    memory, _ = plan.plan_policy(config, read_shape("miniature"))
+    whole = held(configured(), read_shape("miniature")).weights  # a teacher is loaded in float32
+    assert memory.teacher == whole > memory.weights
+    assert sum(line.bytes for line in plan.policy_lines(config, memory) if line.name == "teacher") == whole
+
+
 def test_published_vision_towers_are_counted():
     towers = {name: tower for name in published_policies() if (tower := read_shape(name).vision) is not None}
     sizes = {name: count_weights(tower_shapes(tower)) for name, tower in towers.items()}

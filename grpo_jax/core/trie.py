@@ -158,10 +158,7 @@ def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
 
 def walk(trie: Trie, tokens: ArrayLike) -> jax.Array:
     """Return the node before each token: int [.., T] → int32 [.., T], from the root; -1 once outside the trie."""
-    tokens = jnp.asarray(tokens)
-
-    def step(node, token):
-        return follow(trie, node, token), node
-
-    start = jnp.full(tokens.shape[:-1], ROOT, jnp.int32)
-    return jnp.moveaxis(jax.lax.scan(step, start, jnp.moveaxis(tokens, -1, 0))[1], 0, -1)
+    tokens = jnp.moveaxis(jnp.asarray(tokens), -1, 0)
+    start = jnp.full(tokens.shape[1:], ROOT, jnp.int32)
+    nodes = jax.lax.scan(lambda node, token: (follow(trie, node, token), node), start, tokens)[1]
+    return jnp.moveaxis(nodes, 0, -1)

@@ -52,6 +52,8 @@ from grpo_jax.training.state import TrainState, policy_collection, trained_weigh
 
 RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
+CONTAINER = Path("/sys/fs/cgroup/memory.max")
+"""Limit of a container's memory."""
 FREE = 0.05
 """Share of a device left for fragmentation."""
 
@@ -330,7 +332,9 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
 
 def _capacity(name: str, gib: tuple[float, ...]) -> int:
     if name == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = CONTAINER.read_text().strip() if CONTAINER.is_file() else ""
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(whole, int(limit)) if limit.isdecimal() else whole  # "max" is no limit
     index = int(name.partition(":")[2])
     if gib:
         require(index < len(gib), MEMORY, f"the memory of {name} too", list(gib))

@@ -315,6 +315,18 @@ def test_a_policy_that_samples_ahead_is_a_copy():
     assert sum(line.bytes for line in lines) == parts and all(line.counted for line in lines)
 
 
+@pytest.mark.parametrize(("limit", "gib"), [(f"{2 * GIB}\n", 2), ("max\n", None), (f"{2**60}\n", None)])
+def test_a_containers_limit_is_the_memory_of_a_cpu(limit, gib, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "CONTAINER", tmp_path / "none")
+    memory = PolicyMemory(10, 10, 3 * GIB, 0, 0, 0, sampling=GIB, update=GIB)
+    config = configured("--devices.policy=cpu")
+    (whole,) = [card for card in plan.plan_devices(config, memory, ()) if card.name == "cpu"]
+    (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(plan, "CONTAINER", tmp_path / "memory.max")
+    (host,) = [card for card in plan.plan_devices(config, memory, ()) if card.name == "cpu"]
+    assert host.capacity == (gib * GIB if gib else whole.capacity) and bool(host.excess) == bool(gib)
+
+
 def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
     """As in a run (`runs.loading`), where it has no part in the placing."""
     from bridges import placement

@@ -1,7 +1,6 @@
 """A judge in plain Ray actors: a call is split into batches of rows, and each free actor takes the next one.
 
-Ray restarts a dead actor, but its batch goes to another actor at once. An actor that times out ends its own process,
-and so counts as dead.
+Ray restarts a dead actor, but its batch goes to another actor at once. An actor that times out ends its own process.
 """
 
 from __future__ import annotations

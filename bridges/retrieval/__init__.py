@@ -78,8 +78,7 @@ class Retriever:
 def open_retriever(titles: Sequence[str], section: RetrievalSection = RetrievalSection()) -> Retriever:
     """Make a retriever over titles, in the order of their rows.
 
-    UserError if encoder, cache or service cannot be used or the catalogue differs; RetrievalError if the service does
-    not answer.
+    UserError if encoder, cache, service or catalogue do not suit; RetrievalError if the service does not answer.
     """
     if section.backend == "ray":
         from bridges.retrieval.service import connect

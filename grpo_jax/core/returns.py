@@ -254,8 +254,7 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.
         R[u] = r[u] + γ · R[u + 1]
 
     A missing reward of an existing turn counts as the group's mean of that objective at that turn, as in `sum_rewards`.
-    If it is missing in the whole group, it adds nothing. A failed judge thus has no effect, and a judge may score
-    only the last turn.
+    If it is missing in the whole group, it adds nothing: a judge may fail, or score only the last turn.
 
     Args:
         rewards: `[P, G, U, N]`, floating; NaN is missing.

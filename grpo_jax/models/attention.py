@@ -8,6 +8,7 @@ token is written in place. Keys in the values' order take 2.5 times as long to r
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial, reduce
 from importlib import import_module
 from typing import NamedTuple
@@ -64,8 +65,7 @@ class Context(NamedTuple):
     completion: Tokens | None = None  # the completions', [P, T] if equal for the group, else [P, G, T]
     cached: Tokens | None = None  # decoding only: the cache's slots, including the running tokens
     slot: jax.Array | None = None  # decoding only: i32 scalar, the first slot to write the running tokens to
-    # cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] if layers differ; None without
-    # rotary embeddings
+    # cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] if layers differ; or None
     rotation: tuple[jax.Array, jax.Array] | None = None
     vision: VisionInput | None = None  # the pictures among the tokens; None without pictures
 
@@ -177,8 +177,7 @@ def attend(
 ) -> jax.Array:
     """Compute softmax attention over several sets of keys and values as one set.
 
-    The softmaxes are merged by a common maximum and a common sum, as by log-sum-exp. Keys shared by a group are
-    therefore never copied.
+    The softmaxes are merged by a common maximum and a common sum, as by log-sum-exp: shared keys are never copied.
 
     Many queries run in blocks: scores and masks are then [.., block, S], never [.., S, S]. The backward pass recomputes
     them (Rabe and Staats 2021, arXiv:2112.05682). Causal self-attention skips the keys of later quarters. With `by_row`
@@ -423,12 +422,11 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
 @cache
 def has_triton() -> bool:
     """Return whether jax has Pallas on Triton, with its own attention; it deprecates both since 0.11."""
-    try:
+    with suppress(ImportError):
         for module in ("triton", "ops.gpu.attention"):
             import_module(f"jax.experimental.pallas.{module}")
-    except ImportError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _split_group(x: jax.Array, steps: int) -> jax.Array:

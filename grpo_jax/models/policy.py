@@ -50,8 +50,7 @@ class Policy:
     """A language model to sample from and to train. Its methods are pure functions of variables.
 
     Variables are ``{"params": tree}``, with ``"lora"`` for adapters; without that collection the same methods are the
-    base model. Masks may be integers, as from tokenizers. ValueError if an adapter's target is not a projection of the
-    architecture.
+    base model. Masks may be integers, as from tokenizers. ValueError if an adapter's target is no projection.
     """
 
     config: ModelConfig  # shape and choices of the decoder
@@ -429,8 +428,7 @@ def load_policy(
         folder: A local folder, a hub id, or the result of `hf.read_folder`.
         section: Dtypes, adapters, quantisation and mesh; by default all weights are trained, in float32.
         devices: Devices of the mesh; the first ones by default.
-        vision: Whether to load the vision tower; None loads it if there is one. A trained tower, or one with adapters,
-            is always loaded.
+        vision: Whether to load the vision tower; None if there is one. A trained or adapted one is always loaded.
         value_head: Whether the variables get a value head, for PPO.
         seed: Seed of fresh adapters.
         **options: Fields of the section to replace, such as compute_dtype="bfloat16".

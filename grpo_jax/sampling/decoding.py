@@ -47,8 +47,7 @@ class Samples(NamedTuple):
     logprobs: Array  # float32 [P, G, T] under the policy; 0 after the end
     sampler_logprobs: Array  # float32 [P, G, T] under the sampling distribution; 0 after the end
     truncated: Array  # bool [P, G], true if neither EOS nor a stop string came within T tokens
-    # bool [P, G, T] of an episode, true for the policy's tokens (`mask`) and for observations. None if all tokens are
-    # the policy's
+    # bool [P, G, T] of an episode, true for the policy's tokens (`mask`) and observations; None without observations
     present: Array | None = None
     # int32 [P, G, T] of an episode, the turn of each token from 0; an observation has the turn before it. Or None
     turn: Array | None = None

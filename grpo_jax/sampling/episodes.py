@@ -49,9 +49,8 @@ class EpisodeSampler(NamedTuple):
     # arguments as for `sampler.make_sampler`
     begin: Callable[..., tuple[Samples, Carried]]
     # the next turn, (variables, carried, tokens i32 [P, G, A], mask bool [P, G, A], keys [P], active bool [P, G],
-    # pictures=None) -> (Samples, Carried). `tokens` are the right-padded observations, and `pictures` are their
-    # `PictureStates` [P, G, I, ..], if any. Inactive completions get no tokens, and never become active again. Each
-    # turn needs new keys
+    # pictures=None) -> (Samples, Carried), with new keys. `tokens` are the right-padded observations, and `pictures`
+    # their `PictureStates` [P, G, I, ..], if any. Inactive completions get no tokens, and never become active again
     go_on: Callable[..., tuple[Samples, Carried]]
 
 
@@ -105,9 +104,7 @@ def make_episode_sampler(
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     def go_on(variables, carried, tokens, mask, keys, active, pictures=None) -> tuple[Samples, Carried]:
-        tokens = np.asarray(tokens, np.int32)
-        mask = np.asarray(mask, bool)
-        active = np.asarray(active, bool)
+        tokens, mask, active = np.asarray(tokens, np.int32), np.asarray(mask, bool), np.asarray(active, bool)
         more = carried.last.shape[0] - len(tokens)
         longer = bucket_size(tokens.shape[-1], smallest=8) - tokens.shape[-1]
         padded = [np.pad(array, ((0, more), (0, 0), (0, longer))) for array in (tokens, mask)]

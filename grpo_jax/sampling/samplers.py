@@ -13,7 +13,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.chat import Tokenizer, decoded, plain_tokens, special_ids
+from grpo_jax.models.hf.chat import Tokenizer, decoded, end_of_turn, plain_tokens, special_ids
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
@@ -132,12 +132,12 @@ def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool
 def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
     """Encode a text as a completion, including the EOS token.
 
-    EOS is the tokenizer's own, which closes a turn of its chat template. If `eos_ids` lack it, EOS is the first of
-    them. Special tokens in the text stay text (`plain_tokens`). An ordinary token among `eos_ids`, such as a
-    newline, ends the completion, since the sampler would stop there. `gap` adds a leading space, which words need
-    after plain text but not after a special token.
+    EOS is that of the chat template (`end_of_turn`), and after plain text the tokenizer's own. Special tokens in the
+    text stay text (`plain_tokens`). An ordinary token among `eos_ids`, such as a newline, ends the completion, as in
+    sampling. `gap` adds a leading space, which words need after plain text but not after a special token.
     """
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[0]
+    template = "" if gap else str(getattr(tokenizer, "chat_template", None) or "")
+    end = end_of_turn(tokenizer, tuple(eos_ids), template)
     ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
     stop = next(place for place, token in enumerate(ids) if token in eos_ids)
     return ids[: stop + 1]

@@ -10,6 +10,8 @@ from support.torch_reference import greedy_answers
 from transformers import AutoModelForCausalLM
 
 from grpo_jax import generate, load_policy
+from grpo_jax.models.hf.folder import load_tokenizer
+from grpo_jax.sampling.samplers import completion_tokens
 
 PROMPTS = ["What is rain?", "a red ring"]
 
@@ -29,6 +31,22 @@ def test_greedy_texts_are_those_of_transformers(policy, folder):
     options = {"max_new_tokens": 12, "eos_token_id": list(policy.eos_ids), "pad_token_id": 0}
     expected = [[text] for text in greedy_answers(model, folder, PROMPTS, **options)]
     assert generate(policy, PROMPTS, max_new_tokens=12) == expected
+
+
+def test_a_supervised_text_ends_as_the_chat_template_ends_a_turn(folder):
+    """In Gemma's and Phi's folders another token than the tokenizer's own EOS."""
+    tokenizer = load_tokenizer(folder)
+    own = tokenizer.eos_token_id
+    other = next(token for token in tokenizer.all_special_ids if token != own)
+    mark = tokenizer.convert_ids_to_tokens(other)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}" + mark + "{% endfor %}"
+
+    def last(*eos_ids, gap=False):
+        return completion_tokens(tokenizer, "a red ring", eos_ids, gap=gap)[-1]
+
+    assert last(own, other) == last(other, own) == other and last(own, other, gap=True) == last(own) == own
+    tokenizer.chat_template = "{{ raise_exception('no answers') if messages[1:] else messages[0]['content'] }}"
+    assert last(other, own) == own and last(other) == other
 
 
 def test_completions_differ_by_seed_and_place(policy):

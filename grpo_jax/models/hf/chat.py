@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -335,6 +336,16 @@ def _shows_pictures(render: Callable[[Json], str], picture: str, count: int = 1)
     except UserError:  # the template accepts only strings
         return False
     return text.count(picture) == count and text.count(_ANSWERED) == 1 and "{'type'" not in text
+
+
+@functools.lru_cache(maxsize=8)
+def end_of_turn(tokenizer: Tokenizer, eos_ids: tuple[int, ...], template: str) -> int:
+    """Return the EOS with which the chat template closes an answer; without one the tokenizer's own, or the first."""
+    talk = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _WRITTEN}]
+    ids = [tokenizer.eos_token_id]
+    with suppress(UserError):  # a template may take no answer
+        ids = _encode(tokenizer, render_chat(tokenizer, talk).partition(_WRITTEN)[2] if template else "") + ids
+    return next((token for token in ids if token in eos_ids), eos_ids[0])
 
 
 def observation_encoder(

@@ -45,6 +45,8 @@ def test_actors_answer_as_the_judge_does(judge):
     np.testing.assert_array_equal(judge.squares(np.arange(30.0)), np.arange(30.0) ** 2)
     assert judge.corners(torch.ones(1, 3, 4, 4)).tolist() == [1.0]
     assert judge.sizes(TEXTS) == [4] * 28 + [2] * 2  # the judge's own batches, in their order
+    assert judge.sizes(TEXTS, place_in_group=[0, 1, 2] * 10) == [3] * 30  # whole groups
+    assert judge.sizes(TEXTS, place_in_group=[*range(6)] * 5) == [6] * 30
     assert judge.lengths([]) == []
     assert str(judge) == "an odd judge; 2 actors of a Ray cluster, 4 rows at a time"
     assert judge.window == 77 and judge.device == "cpu" and judge.number in (0, 1)

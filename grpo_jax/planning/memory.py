@@ -178,8 +178,7 @@ def plan_policy(
 def _estimate(config: Config, state: TrainState, name: str, program: Program, wide: Report) -> Report:
     """Estimate a program's memory from that of its float32 version, since a CPU computes bfloat16 in float32.
 
-    Activations take half in bfloat16. Gradients stay float32, and sampling copies float32 weights to the narrow dtype,
-    which takes about the other half.
+    Activations take half in bfloat16. Gradients stay float32; sampling's copy of float32 weights takes the other half.
     """
     wide_bytes = 0
     if config.policy.compute_dtype == "float32" or (name != "update" and weight_dtype(config.policy) == "float32"):

@@ -42,8 +42,10 @@ class Samplers(NamedTuple):
 
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
     """Return the sampling parameters of a config's section; greedy ones (temperature 0) have no top-k, top-p, min-p."""
-    restrict = section.top_k, section.top_p, section.min_p, section.sampling_mask == "keep"
-    return SamplingParams(group_size, section.max_new_tokens, temperature, *(restrict if temperature else ()))
+    most, keep = section.max_new_tokens, section.sampling_mask == "keep"
+    if not temperature:
+        return SamplingParams(group_size, most, temperature)
+    return SamplingParams(group_size, most, temperature, section.top_k, section.top_p, section.min_p, keep)
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:

@@ -47,6 +47,7 @@ from grpo_jax.runs.policy import (
     make_see,
     policy_folder,
     policy_identity,
+    run_config,
     unused_chat_mark,
 )
 from grpo_jax.runs.processes import digest_files, require_same
@@ -277,7 +278,8 @@ def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
     writes = config.data.form != "append" and "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
     if TODAY in options or not writes:
         return config
-    today = broadcast(datetime.date.today().isoformat())
+    kept = run_config(str(config.run_dir)).data.chat_template_options if config.resume else {}
+    today = broadcast(kept.get(TODAY) or datetime.date.today().isoformat())
     return config.replace(data=config.data.replace(chat_template_options={**options, TODAY: today}))
 
 

@@ -10,11 +10,14 @@ from support.encoded_prompts import plain_rows
 from support.text_task import SHORT, train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
+from grpo_jax.config.fields import to_yaml
+from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Observation, make_encode_observation
 from grpo_jax.rollout.tools import unread_call
+from grpo_jax.runs.loading import with_template_date
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -113,6 +116,17 @@ def test_the_command_encodes_prompts_with_tools_and_refuses_unsupported_options(
         mood = "--data.chat_template_options.mood=merry"
         assert train_here(place.config, tmp_path / "run", *words, mood, f"--data.{option}") == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path):
+    """Also where --config names the user's own file, which has no date."""
+    config = make_config(task="text", run_dir=str(tmp_path))
+    dated = config.replace(data=config.data.replace(chat_template_options={"today": "2026-01-02"}))
+    (tmp_path / "config.yaml").write_text(to_yaml(dated))
+    tokenizer = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
+    assert with_template_date(config.replace(resume=True), tokenizer) == dated.replace(resume=True)
+    began = with_template_date(config, tokenizer).data.chat_template_options
+    assert began == {"today": datetime.date.today().isoformat()}
 
 
 @pytest.mark.wide

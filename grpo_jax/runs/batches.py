@@ -1,11 +1,6 @@
 """The judged batch of an iteration: its rollout and its objectives.
 
-With training.async_level 1 the next batch is sampled while one is judged and trained on (`Rollouts`):
-
-    weights     θ0        θ1        θ2
-    train       batch 0 ─►batch 1 ─►batch 2
-    sample      batch 1   batch 2   batch 3      with the weights above, those before the update
-
+With training.async_level 1 the next batch is sampled while one is judged and trained on (`Rollouts`; docs/scaling.md).
 The sampling weights depend only on the iteration: θ0 for batches 0 and 1, then θn for batch n+1. Results do not depend
 on timing; a resumed run restarts unfinished batches.
 """

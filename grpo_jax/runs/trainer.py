@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.config.fields import identity, to_yaml
 from grpo_jax.config.run import Config
-from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line
+from grpo_jax.errors import StageError, Stopped, StopRun, UserError, one_line, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
@@ -311,7 +311,10 @@ class Trainer:
         event = IterationEvent(step, self.iterations, dict(values), folder, checkpoint)
         stops, message, failure = False, "", None
         try:
-            stops = is_main_process() and bool(callback(event))
+            answer = callback(event) if is_main_process() else None
+            if not (answer is None or isinstance(answer, bool | np.bool_)):  # as of `lambda event: file.write(…)`
+                raise TypeError(f"expected None, or True to stop, got {short_repr(answer)}")
+            stops = bool(answer)
         except Exception as error:
             message, failure = f"{name}: {type(error).__name__}: {one_line(error)}", error
         stops, message = broadcast([stops, message])

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from support.text_task import assert_same_run, rows
 
 from grpo_jax import evaluate, export
 from grpo_jax.config.run import make_config
-from grpo_jax.errors import UserError
+from grpo_jax.errors import StopRun, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.session import Callbacks, EarlyStopping
+from grpo_jax.runs.trainer import Trainer
 from grpo_jax.train import run
 
 ENTROPY = 2.0  # the target, in nats
@@ -167,3 +170,16 @@ def test_contradictory_settings_are_refused(place, changes, message, tmp_path):
         values[name] |= changes.get(name, {})
     with pytest.raises(UserError, match=message):
         run(make_config(values))
+
+
+@pytest.mark.parametrize("answer", [57, "text", {}])
+def test_a_callback_answers_nothing_or_a_bool(tmp_path, answer):
+    """`lambda event: file.write(…)` returns a number, and is no request to stop."""
+    trainer = SimpleNamespace(
+        callbacks=Callbacks(on_iteration=lambda event: answer),
+        progress=SimpleNamespace(iteration=1),
+        iterations=2,
+        output=SimpleNamespace(directory=RunDirectory(tmp_path)),
+    )
+    with pytest.raises(StopRun, match="on_iteration: TypeError: expected None, or True to stop, got "):
+        Trainer.call_back(trainer, "on_iteration", {})

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
-from grpo_jax.config.files import Fields, QuotingDumper, Values, read_yaml
+from grpo_jax.config.files import Fields, QuotingDumper, Values, checked, read_yaml
 from grpo_jax.config.named import FILE, load_module, without_numbers
 from grpo_jax.config.other_names import REMOVED, hint_for
 from grpo_jax.errors import FieldError, UserError, one_line, short_name, short_repr
@@ -46,8 +46,10 @@ class Argument(str):
 
 
 def _yaml_value(value: Any) -> Any:
+    if not isinstance(value, Argument):
+        return checked(value)
     try:
-        return read_yaml(value) if isinstance(value, Argument) else value
+        return read_yaml(value)
     except ValueError:  # a date, or a text with a colon
         return str(value)
 

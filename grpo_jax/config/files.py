@@ -164,7 +164,7 @@ def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) ->
         elif isinstance(entry, list | tuple):
             pending += [(one, depth + 1) for one in entry]
         elif not isinstance(entry, int | float | None):
-            wrong = f"{short_repr(entry)} is read as a {type(entry).__name__}: put it in quotes for text"
+            wrong = f"{short_repr(entry)} is a {type(entry).__name__}: write a number or a list, or a text in quotes"
         elif isinstance(entry, int) and whole is not None and not -whole <= entry < whole:
             wrong = f"{short_repr(entry)} is a whole number beyond 64 bits"
         if wrong:

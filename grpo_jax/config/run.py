@@ -20,7 +20,6 @@ JUDGES = OneOf("judges", "bridges.judges.{}")
 """The judges that ship with the package, each a module."""
 POLICY = "policy"
 """The policy's name in `devices`."""
-
 RENDERER = "renderer"
 """The name in `judges` of the model that draws pictures."""
 

@@ -3,9 +3,11 @@
 import json
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
 
@@ -125,6 +127,14 @@ def test_exponents_without_a_point_are_numbers_and_stay_texts_in_quotes():
     assert given.options == {"rate": 1e-5}
 
 
+@pytest.mark.parametrize("value", [{1, 2}, b"a", frozenset("a"), np.int64(3), np.arange(2), Path("a"), len, 2**70])
+def test_options_from_python_are_data_that_the_runs_config_keeps(value):
+    """Else a run trained with them, and nothing could read its config.yaml again."""
+    named = {"name": "own.py:f", "options": {"plain": (1, None, {"a": 2.5}), "k": value}}
+    with pytest.raises(UserError, match=r"^rewards\[0\]\.options\.k: .*(is a |beyond 64 bits)"):
+        make_config(task="text", rewards=[named])
+
+
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     home, here = tmp_path / "home", tmp_path / "here"
     (home / "run").mkdir(parents=True), here.mkdir()
@@ -209,3 +219,10 @@ def test_predict_takes_lines_and_no_records(tmp_path, capsys):
         (tmp_path / name).write_text('{"prompt": "a"}\n')
         assert predict.main(["--run", str(tmp_path), "--file", str(tmp_path / name)]) == 2
         assert "--file: expected a text with a prompt on each line, got the records of" in capsys.readouterr().err
+
+
+def test_predict_draws_into_a_folder(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(to_yaml(parse([])))
+    (tmp_path / "one.png").write_bytes(b"a")
+    options = ["--run", tmp_path, "--prompt", "a", "--pictures", tmp_path / "one.png"]
+    assert "--pictures: expected a folder, got " in line_of(capsys, predict.main, *options)

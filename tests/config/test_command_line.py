@@ -118,6 +118,9 @@ def test_a_list_is_given_without_brackets():
     assert parse(["--task=text", "--sampling.stop", "5"]).sampling.stop == ["5"]
     assert parse(["--task=text", "--sampling.stop", "a,b"]).sampling.stop == ["a,b"]
     assert make_config(task="text", report_to="wandb").report_to == ["wandb"]
+    assert parse(["--task=text", "--seed=1", "--seed=2"]).seed == 2
+    with pytest.raises(UserError, match="--rewards: given 2 times, .* the last alone: list all entries after one"):
+        parse(["--task=text", "--rewards", "a.py:f", "--rewards", "b.py:g"])
 
 
 def test_a_lora_config_of_peft_is_a_section():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from grpo_jax.config.fields import KEY, flat, require
+from grpo_jax.config.fields import flat, require
 from grpo_jax.config.judge import Judge, title
 from grpo_jax.config.named import IN_PYTHON, own_package
 from grpo_jax.config.other_names import metric_hint
@@ -184,11 +185,12 @@ def load_data(
 
 def code_identity(config: Config, rewards: ResolvedRewards) -> dict[str, str]:
     """Return a digest of the Python files that task, judges, rewards and tools are named by, if there are any."""
-    values = config.model_dump()
-    parts = [f"{part.get(key)}" for part in (values["task"], *values["judges"].values()) for key in (KEY, "name")]
-    names = [*parts, *(one.name for one in rewards.sections), *rewards.eval_rewards, *config.data.tool_names]
-    files = {Path(os.path.expanduser(name.rpartition(":")[0])) for name in names if ".py:" in name}
-    return {CODE: digest_files(files)} if files else {}
+    values = map(str, flat(config.model_dump(include={"task", "judges"})).values())
+    names = [*values, *(one.name for one in rewards.sections), *rewards.eval_rewards, *config.data.tool_names]
+    places = {name.rpartition(":")[0] for name in names if not name.startswith(("grpo_jax.", "bridges."))}
+    modules = {place: getattr(sys.modules.get(place), "__file__", None) or "" for place in places}
+    files = {Path(os.path.expanduser(place if place.endswith(".py") else file)) for place, file in modules.items()}
+    return {CODE: digest_files(files)} if any(map(Path.is_file, files)) else {}
 
 
 def load_policy(config: Config, data: TaskData, devices: Sequence[jax.Device], info: Info) -> LoadedPolicy:

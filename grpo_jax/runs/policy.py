@@ -66,13 +66,14 @@ def policy_folder(config: Config) -> str:
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Write the folder of policy.path "new", unless it exists; do nothing for other paths."""
+    """Write the folder of policy.path "new", unless a run has trained from it; do nothing for other paths."""
     if config.policy.path != NEW:
         return
     if vocabulary is None:
         raise UserError("policy.path: expected a folder, got 'new': this task has no words for a new policy")
-    folder, section = Path(policy_folder(config)), config.policy.new
-    if not (folder / "config.json").is_file():
+    folder, section, run = Path(policy_folder(config)), config.policy.new, RunDirectory(str(config.run_dir))
+    begins = config.resume and not run.holds_checkpoint()  # its fields may have changed since
+    if begins or not (folder / "config.json").is_file():
         write_policy(
             folder,
             vocabulary.words(),

@@ -1,5 +1,6 @@
 """Changes allowed on resume: memory, paths, length of training; not learning."""
 
+import importlib
 import json
 import shutil
 
@@ -10,7 +11,13 @@ from support.text_task import SHORT, finished_run, rewound, rows, train_here, tr
 from support.tiny_models import causal_lm
 
 from grpo_jax import evaluate, export, predict
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.runs.checkpoint import read_manifest, write_manifest
+from grpo_jax.runs.loading import code_identity
+from grpo_jax.runs.policy import make_new_policy
+from grpo_jax.tasks.task import Vocabulary
 
 JUDGE = '''
 from grpo_jax import Judge
@@ -201,3 +208,37 @@ def test_another_base_or_teacher_of_the_same_shapes_is_refused(config, tmp_path,
     assert [task.pop(name) for name in names]
     write_manifest(run / "checkpoints" / "step_1", content)
     assert commands["resume"]() == 0
+
+
+def test_a_resume_before_the_first_checkpoint_makes_its_new_policy_again(tmp_path):
+    """Its fields may have changed since a run that was stopped in its supervised updates."""
+    vocabulary, folder = Vocabulary(lambda: ["a", "tree"]), tmp_path / "policy_start"
+
+    def width(checkpoints, **changes):
+        new = {"width": changes.pop("width", 8), "layers": 1, "heads": 2}
+        values = {"task": "recommendation", "run_dir": str(tmp_path), "policy": {"path": "new", "new": new}}
+        for step in checkpoints:
+            (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+        make_new_policy(make_config(values | changes), vocabulary)
+        return json.loads((folder / "config.json").read_text())["hidden_size"]
+
+    assert [width([]), width([], width=16), width([], width=16, resume=True)] == [8, 8, 16]
+    assert width([0], width=32, resume=True) == 16
+
+
+def test_every_file_of_user_code_is_part_of_the_identity(tmp_path, monkeypatch):
+    """Also that of an environment, and modules that are named without their file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    env, module = tmp_path / "env.py", tmp_path / "own_named_module.py"
+    env.write_text("class Env: pass\n"), module.write_text("def f(completions): pass\n")
+    importlib.import_module("own_named_module")
+    config = make_config(task={"kind": "environment", "environment": {"a": f"{env}:Env"}})
+    named = ResolvedRewards((RewardSection(name="own_named_module:f"),), (), (), ("grpo_jax.rewards:exact_match",))
+    alone = named._replace(sections=())
+    digests = [code_identity(config, rewards) for rewards in (alone, named)]
+    env.write_text("class Env: other = 1\n")
+    digests += [code_identity(config, rewards) for rewards in (alone, named)]
+    module.write_text("def f(completions): return 1\n")
+    digests += [code_identity(config, named)]
+    assert len({digest["files of user code"] for digest in digests}) == 5
+    assert not code_identity(make_config(task="text"), alone)

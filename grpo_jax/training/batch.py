@@ -24,14 +24,9 @@ from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.sampling.decoding import Samples
 from grpo_jax.training.estimators import Objectives, estimate_advantages, estimate_turn_advantages, make_turn_objectives
 
-SMALLEST = 16
-"""Lengths are rounded up to multiples of this at least."""
-
-MAX_PACKED_SHARE = 0.85
-"""Pack completions if at most this share of the rows remains."""
-
-MIN_TRIM_SAVING = 1 / 16
-"""Trim prompts if that saves at least this share of a group's tokens."""
+SMALLEST = 16  # lengths are rounded up to multiples of this at least
+MAX_PACKED_SHARE = 0.85  # pack completions if at most this share of the rows remains
+MIN_TRIM_SAVING = 1 / 16  # trim prompts if that saves at least this share of a group's tokens
 
 T = TypeVar("T")
 Array = jax.Array | np.ndarray  # on the policy's devices, or still on the host

@@ -83,7 +83,7 @@ def make_objectives(
     if valid is not None:
         missing = jnp.where(valid, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=section.overlong_buffer)
-    rewards = jnp.concatenate([rewards, jnp.where(missing, jnp.nan, penalty)[..., None]], -1)
+    rewards = jnp.concatenate([rewards, jnp.where(missing & counted.any(), jnp.nan, penalty)[..., None]], -1)
     return Objectives(rewards, (*names, OVERLONG), (*factors, section.overlong_weight), every)
 
 

@@ -71,6 +71,9 @@ def test_the_length_penalty_is_an_objective_of_its_own(rewards):
     np.testing.assert_allclose(summed, group_advantages(by_hand)[1:], rtol=1e-5, atol=1e-6)
     apart = advantages_of(found, advantage="gdpo")
     np.testing.assert_allclose(apart, gdpo_advantages(found.rewards, weights=(1, 0.5, 1)), atol=1e-6)
+    unweighed = {"weights": {"a": 0.0, "b": 0.0}, "max_new_tokens": 10}
+    alone = make_objectives(judged, lengths, AlgorithmSection(overlong_buffer=4), **unweighed)
+    np.testing.assert_array_equal(alone.rewards[..., 2], [[0, -0.5, -0.75, -1]] * 3)  # no reward is there to miss
 
 
 def advantages_of(found: Objectives, **choices):

@@ -1,13 +1,8 @@
 """Rewrite prompts with a trained policy, as a function or a command.
 
-On the command line:
-
     python -m grpo_jax.predict --run DIR --prompt "a huge crimson disc"
 
-In Python:
-
-    rewrite = grpo_jax.load_rewriter("runs/my_run")
-    rewrite("What is this?", pictures=["cat.png"])
+In Python: `grpo_jax.load_rewriter("runs/my_run")("What is this?", pictures=["cat.png"])`.
 """
 
 from __future__ import annotations
@@ -143,6 +138,8 @@ def _predict(options: argparse.Namespace) -> None:
     config = run_config(options.run)
     if options.pictures is not None and RENDERER not in config.judges:
         raise UserError(f"--pictures: {options.run} has no renderer")
+    if options.pictures is not None and options.pictures.is_file():
+        raise UserError(f"--pictures: expected a folder, got {options.pictures}")
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
     with ExitStack() as exit_stack:

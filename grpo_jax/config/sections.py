@@ -520,7 +520,7 @@ class EvaluationSection(Section):
     prompts: Count = 128
     """Test prompts measured before and after, the first ones: shuffle a sorted file; 0 for all of them."""
     validation_prompts: Count = 32
-    """Validation prompts, the first ones, to choose the best checkpoint."""
+    """Validation prompts, the first ones, to choose the best checkpoint; 0 for none."""
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"

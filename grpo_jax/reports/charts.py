@@ -154,7 +154,8 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
     evaluated = [c for c in _group(rows, "eval_rewards/", "/mean") if c.metric not in charted and c.label not in hidden]
     measures = {c.metric.removeprefix("validation/"): c for c in _group(rows, "validation/", sparse=True)}
     validation = [c for name, c in measures.items() if c.label not in hidden and not of_turns(name, measures)]
-    by_turn = [c._replace(label=c.label.replace("@turn", ", turn ")) for c in _group(rows, "reward/") if "@" in c.label]
+    of_turn = [c for c in _group(rows, "reward/") if "@turn" in c.label]
+    by_turn = [c._replace(label=c.label.replace("@turn", ", turn ")) for c in of_turn]
     moving = {name for row in rows for name, value in row.items() if value}
     return [
         *display.charts,

@@ -119,7 +119,7 @@ def test_a_list_is_given_without_brackets():
     assert parse(["--task=text", "--sampling.stop", "a,b"]).sampling.stop == ["a,b"]
     assert make_config(task="text", report_to="wandb").report_to == ["wandb"]
     assert parse(["--task=text", "--seed=1", "--seed=2"]).seed == 2
-    with pytest.raises(UserError, match="--rewards: given 2 times, .* the last alone: list all entries after one"):
+    with pytest.raises(UserError, match=r"--rewards: given 2 times, .* the last alone: list all entries after one"):
         parse(["--task=text", "--rewards", "a.py:f", "--rewards", "b.py:g"])
 
 

@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from grpo_jax.reports.charts import draw, number
+from grpo_jax.reports.charts import charts_of, draw, number
 from grpo_jax.reports.page import RunEnd, completions_table, render, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
-from grpo_jax.tasks.task import Chart, Curve, GalleryEntry, Table
+from grpo_jax.tasks.task import Chart, Curve, Display, GalleryEntry, Table
 
 
 def test_a_chart_has_its_values_where_they_are_and_under_the_pointer():
@@ -31,6 +31,13 @@ def test_a_chart_has_its_values_where_they_are_and_under_the_pointer():
         assert float(x) == pytest.approx(48 + int(step) / 1299 * 262, abs=0.06)
         value = int(step) ** (2 if name == "a" else 1) / 7
         assert float(y) == pytest.approx(bottom + value * per_value, abs=0.2)
+
+
+def test_a_reward_of_another_judge_is_no_turn_of_an_episode():
+    """Its name is NAME@JUDGE."""
+    names = ("reward/likes@second/mean", "reward/likes@turn2")
+    charts = {chart.title: chart.curves for chart in charts_of([dict.fromkeys(names, 0.5)], Display())}
+    assert [curve.label for curve in charts["Rewards turn by turn"]] == ["likes, turn 2"]
 
 
 class Checker(HTMLParser):

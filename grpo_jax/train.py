@@ -1,9 +1,4 @@
-"""The training command, a thin wrapper of `run`.
-
-- `python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]`
-- `python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16 | --target h100]`
-- `python -m grpo_jax.train … --help [SECTION]`
-"""
+"""The training command, a thin wrapper of `run`: `python -m grpo_jax.train --help` lists its options."""
 
 from __future__ import annotations
 

@@ -149,17 +149,19 @@ class RunDirectory:
                 raise UserError(f"{run.path} holds no run to resume (no config.yaml); start it without --resume")
             run._made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
             run.path.mkdir(parents=True, exist_ok=True)
+            known = (run.path / LOCK).is_file()  # of an earlier run
             run._lock = RunLock(run.path)
         except (OSError, ValueError) as error:  # ValueError: a null byte
             _remove_empty(run._made)
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"cannot write {short_name(run.path)} ({reason}): choose another --run_dir") from error
         try:
-            for folder in () if resume else run._began_only():
+            for folder in () if resume else run._began_only(known):
                 shutil.rmtree(folder, ignore_errors=True)
         except UserError:
             run._lock.release()
-            (run.path / LOCK).unlink(missing_ok=True)
+            if not known:
+                (run.path / LOCK).unlink(missing_ok=True)
             raise
         return run
 
@@ -178,10 +180,10 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             _remove_empty(self._made[1:])
 
-    def _began_only(self) -> tuple[Path, ...]:
-        """Return the folders of a run that ended before its first iteration. UserError if data would be lost."""
+    def _began_only(self, known: bool) -> tuple[Path, ...]:
+        """Return the folders of a `known` run that never trained an iteration. UserError if data would be lost."""
         trained = max(saved_steps(self.checkpoints), default=0) or read_metrics(self.metrics)
-        began = () if trained or not self.log.is_file() else (self.start, self.checkpoints)
+        began = (self.start, self.checkpoints) if known and not trained else ()
         passing = {self.path / LOCK, *((self.config, self.log, self.prompts) if began else ())}
         for path in self.path.rglob("*"):
             reused = path in passing or {self.tensorboard, *began} & {*path.parents}

@@ -88,6 +88,19 @@ def test_unusable_run_directories_are_refused(tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_the_folder_of_another_program_is_refused(tmp_path):
+    """Its names may be those of a run that never trained, whose checkpoints a new start removes."""
+    (tmp_path / "checkpoints").mkdir()
+    files = {"train.log": "epoch 3", "config.yaml": "rate: 1", "checkpoints/epoch_3.pt": "a week of work"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    for _ in range(2):
+        with pytest.raises(UserError, match="is not empty; continue it with --resume or choose another --run_dir"):
+            RunDirectory.open(tmp_path)
+        there = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+        assert there == files
+
+
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     write_atomically(path, "old")

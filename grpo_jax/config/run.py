@@ -130,6 +130,9 @@ class Config(Section):
         labels = [reward.called for reward in self.rewards]
         expected = "each reward under another name (two of one function: give one a label beside its name)"
         require(len(set(labels)) == len(labels), "rewards", expected, labels)
+        lowered = [reward.called for reward in self.rewards if reward.weight < 0]
+        highest = "a measure to raise, and not a reward of negative weight: the best value is the highest"
+        self.require(self.evaluation.best_by not in lowered, "evaluation.best_by", highest)
         targets = {reward.called: reward.condition_on for reward in self.rewards}
         for label, target in targets.items():
             where, chain = f"rewards.{label}.condition_on", [label]

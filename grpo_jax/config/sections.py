@@ -524,8 +524,8 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """Metric of the best checkpoint and of early stopping: "score" (the training objective), a reward, or one of
-    eval_rewards. A checkpoint with eval_rewards below the start's is never the best."""
+    """Metric of the best checkpoint and of early stopping, by its highest value: "score" (the training objective), a
+    reward, or one of eval_rewards. A checkpoint with eval_rewards below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions per test prompt (k), besides the greedy one; 0 for none. Above 1 mean@k, best@k and
     pass@k are reported, with 95 % intervals."""

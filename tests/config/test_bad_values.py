@@ -125,6 +125,7 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --training.grad_dtype=bfloat16 --policy.lora.rank=2 | training.grad_dtype: expected float32 with policy.lora, whose ad
 --training.chunk_prompts=5 | training.chunk_prompts: expected a divisor of prompts_per_batch = 12
 --rewards='[{{name: ""}}]' | rewards[0].name: expected a name, got ''
+--rewards='[{{name: m:a, weight: -1}}]' --evaluation.best_by=a | a measure to raise, and not a reward of negative weight
 --rewards='[{{name: m:a, condition_on: b}}, {{name: m:b, condition_on: a}}]' | a chain that ends, got 'a → b → a'
 """
 ROWS = [line.split(" | ") for line in TABLE.splitlines() if line and line[0] != "#"]

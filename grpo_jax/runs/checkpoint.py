@@ -1,10 +1,5 @@
 """Checkpoints of a run with Orbax's CheckpointManager: saved in the background, verified, restored exactly.
 
-```
-checkpoints/step_20, step_40, …       the last `keep`, and those that have a name
-checkpoints/best, checkpoints/final   links to the steps of those names
-```
-
 The arrays are the trained weights, the optimizer's moments and counts, the reference and the rollout weights
 (`training.state.saved_parts`), and those of a trained renderer; the metadata is a `Progress`. A resume is exact, since
 everything else depends only on (seed, iteration).

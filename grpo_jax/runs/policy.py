@@ -15,7 +15,7 @@ from grpo_jax.config.fields import flat, require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import LoraSection, MeshSection
-from grpo_jax.errors import UserError, short_name
+from grpo_jax.errors import UserError, complain, short_name
 from grpo_jax.models.attention import has_triton
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.hf import folder as hf
@@ -31,7 +31,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import DRAWING, EVALUATED, Checkpoints
-from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.runs.directory import RunDirectory, saved_steps
 from grpo_jax.runs.processes import digest_files
 from grpo_jax.runs.session import READ, WEIGHTS, Record, require_same_task
 from grpo_jax.tasks.task import Vocabulary
@@ -245,6 +245,10 @@ def restore_variables(
         return variables, {"step": 0}
     with Checkpoints(RunDirectory(run_dir).checkpoints, read_only=True) as checkpoints:
         state, meta = checkpoints.restore(checkpoint, {EVALUATED: trained_weights(variables)})
+        step, newest = meta["step"], max(saved_steps(checkpoints.folder))
+    if checkpoint == "final" and step < newest:  # of a run that was made longer
+        gone_on = f"is of step {step}, and the run has gone on to step {newest}"
+        complain(f"warning: checkpoint final {gone_on}: --checkpoint latest")
     require_same_task(saved_task(meta), identity, checkpoints.folder)
     return {**variables, **state[EVALUATED]}, meta
 

@@ -16,6 +16,7 @@ import pytest
 from grpo_jax.errors import UserError
 from grpo_jax.runs import checkpoint as module
 from grpo_jax.runs.checkpoint import Checkpoints, find_damage
+from grpo_jax.runs.policy import restore_variables
 from grpo_jax.training.state import free_buffers
 
 
@@ -86,6 +87,20 @@ def test_a_state_that_changes_after_save_is_saved_as_it_was(folder):
         for step in range(8):
             came, _ = checkpoints.restore(step, {"variables": params, "order": order})
             assert all((np.asarray(leaf) == 2 * step).all() for leaf in jax.tree.leaves(came)), step
+
+
+def test_a_final_checkpoint_of_a_run_that_has_gone_on_is_named(folder, capsys):
+    """One that was made longer, and has not come to its end."""
+    variables = {"params": {"w": jnp.ones(2)}}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save_as("final", 1, {"variables": variables}, {})
+    assert restore_variables(variables, folder.parent, "final", {})[1]["step"] == 1 and not capsys.readouterr().err
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(2, {"variables": variables}, {})
+    for name in ("final", "latest"):
+        restore_variables(variables, folder.parent, name, {})
+    line = "warning: checkpoint final is of step 1, and the run has gone on to step 2: --checkpoint latest\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_name_is_a_link_and_its_step_is_kept(folder):

@@ -547,7 +547,8 @@ class SFTSection(Section):
     batch: Length = 64
     """Pairs per update."""
     learning_rate: Positive = 1e-3
-    """Peak learning rate, after a warm-up of a tenth of the steps; it decays to 0 along a cosine."""
+    """Peak learning rate, after a warm-up of a tenth of the steps; it decays to 0 along a cosine. The default is for
+    new policies and adapters; for all weights of a pretrained policy take about 1e-5."""
 
 
 class RetrievalSection(Section):

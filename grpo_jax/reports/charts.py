@@ -80,8 +80,7 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 def points_of(rows: Rows, metric: str) -> list[tuple[float, float]]:
     """Return a metric's (step, value) pairs, without rows that lack it."""
-    points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]
-    return [point for point in points if math.isfinite(point[1])]
+    return [(row["step"], y) for row in rows if isinstance(y := row.get(metric), int | float) and math.isfinite(y)]
 
 
 def draw(chart: Chart, rows: Rows) -> Values | None:

@@ -126,7 +126,7 @@ def load(
     if config.renderer_learns:
         renderer = judges[RENDERER] = trainable_renderer(config, judges[RENDERER])
     fns = make_rollout_fns(loaded, data, resolved, judges)
-    _check_measures(config, data.prompts, fns)
+    check_measures(config, data.prompts, fns)
     if renderer is not None:
         judging = [name for name, weight in resolved.weights.items() if weight and name in fns.picture_rewards]
         expected = "one that judges pictures (with the argument images), for the renderer to learn from"
@@ -391,7 +391,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
     )
 
 
-def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
+def check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
     """Refuse a best checkpoint or early stopping by an unmeasured metric, and values that no prompt has."""
     patience, names = config.training.early_stopping_patience, (SCORE, *fns.reward_names, *fns.eval_reward_names)
     chosen_by = config.evaluation.best_by
@@ -399,6 +399,7 @@ def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None
     column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]
     if column and (missing := sum(column not in row.columns for row in rows)):
         raise UserError(f"evaluation.by: {missing} of {len(rows)} held-out prompts have no column {column!r}")
+    require(not column or fns.eval_reward_names, "evaluation.by", "nothing without eval_rewards to split", column)
     validated = not patience or prompts.validation[: config.evaluation.validation_prompts]
     never = "0, for there are no validation prompts (data.held_out, evaluation.validation_prompts)"
     require(validated, "training.early_stopping_patience", never, patience)

@@ -7,6 +7,7 @@ without the hard one that it waits for. One process dies after three iterations 
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ import yaml
 from support.rollouts import rollout_of
 from support.text_task import DONE, aged, completions, rows, train_values
 
-from grpo_jax import evaluate, make_config, run
+from grpo_jax import PromptSet, evaluate, make_config, run
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.reward_registry import ResolvedRewards
+from grpo_jax.runs.loading import check_measures
 from grpo_jax.runs.metrics import require_names, turn_measures
 
 JUDGE = f"""{DONE}
@@ -167,6 +170,14 @@ def test_conditions_missing_rewards_and_the_penalty_on_length(place, config, tmp
     values["rewards"] = []
     with pytest.raises(UserError, match=r"rewards.score: expected a name that .* in Python: {.name.: function}"):
         run(make_config(values, run_dir=str(tmp_path / "python")), rewards={"score": lambda completions: []})
+
+
+def test_a_column_splits_eval_rewards_and_no_others():
+    config = make_config(task="text", evaluation={"by": "kind"})
+    prompts = PromptSet(*([Row(n, "a", {"kind": "b"})] for n in range(3)))
+    check_measures(config, prompts, SimpleNamespace(reward_names=("f",), eval_reward_names=("g",)))
+    with pytest.raises(UserError, match=r"^evaluation.by: expected nothing without eval_rewards.*, got 'kind'"):
+        check_measures(config, prompts, SimpleNamespace(reward_names=("f",), eval_reward_names=()))
 
 
 def test_measures_have_different_names():

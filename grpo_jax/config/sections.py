@@ -138,7 +138,7 @@ class PolicySection(Section):
     """"auto" uses Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); there a GPU trains with cuDNN's
     attention for "cudnn"; "eager" uses plain products."""
     frozen_dtype: Dtype = "float32"
-    """Type of the frozen weights (with LoRA); trained weights are float32."""
+    """Type of the frozen weights: with LoRA, and of a frozen vision tower; trained weights are float32."""
     quantised: Literal["none", "int8", "int4"] = "none"
     """Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md)."""
     remat: Literal["none", "products", "layer"] = resume_mutable("products")

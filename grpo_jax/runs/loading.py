@@ -262,7 +262,7 @@ def options_without_effect(config: Config) -> Iterator[str]:
         "training.num_epochs": training.max_steps > 0 and f"training.max_steps {training.max_steps} (0 counts epochs)",
         "ppo": not config.algorithm.learns_values and f"algorithm.advantage {advantage}",
         "policy.lora": not config.policy.lora.used and full,
-        "policy.frozen_dtype": not config.policy.lora.used and full,
+        "policy.frozen_dtype": not config.policy.lora.used and f"{full}, but those of a frozen vision tower",
         "data.instruction": config.data.form == "append" and "data.form append",
     }
     changed = [name for name, value in flat(config.model_dump(exclude_defaults=True)).items() if value != {}]

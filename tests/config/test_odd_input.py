@@ -200,6 +200,8 @@ def test_options_that_the_run_does_not_read_are_named(tmp_path):
         "policy.lora.alpha",
         "optimizer.warmup_steps",
     ]
+    (line,) = options_without_effect(parse(["--task=text", "--policy.frozen_dtype=bfloat16"]))
+    assert line.endswith("with policy.lora.rank 0: all weights train, but those of a frozen vision tower")
     read = ["--training.max_steps=0", "--algorithm.advantage=gae", "--policy.lora.rank=4"]
     assert not [*options_without_effect(parse(["--task=text", *options, *read]))]
     assert not [*options_without_effect(parse(["--task=text"]))]

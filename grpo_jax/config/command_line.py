@@ -197,9 +197,8 @@ def _assigned(values: Values, arguments: Sequence[tuple[str, str]], texts: Colle
                 value = read_yaml(text)
             except ValueError as error:
                 raise UserError(f"{name}: {error}") from None
-        for part in reversed(name.split(".")):
-            value = {part: value}
-        values = merged(values, value)
+        for given in (None, value) if value == {} else (value,):  # {} empties a mapping
+            values = merged(values, reduce(lambda inner, part: {part: inner}, reversed(name.split(".")), given))
     return dict(values)
 
 

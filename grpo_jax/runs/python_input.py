@@ -175,9 +175,8 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if wrong := [short_repr(function) for _, function in named if not callable(function)]:
         other = f"{', '.join(wrong)} (config.rewards takes import paths and weights)"
         raise UserError(f"rewards: expected functions, got {other}")
-    labels = [name for name, _ in named]
-    different = labels and len(set(labels)) == len(labels)
-    require(different, "rewards", "at least one function, each of another name (or {'name': function})", labels)
+    expected = "at least one function, each of another name (or {'name': function})"
+    require(0 < len(dict(named)) == len(named), "rewards", expected, [name for name, _ in named])
     return dict(named)  # pyright: ignore[reportReturnType] all are callable
 
 

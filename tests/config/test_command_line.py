@@ -123,6 +123,15 @@ def test_a_list_is_given_without_brackets():
         parse(["--task=text", "--rewards", "a.py:f", "--rewards", "b.py:g"])
 
 
+def test_an_empty_mapping_replaces_that_of_a_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("task: text\ndata: {columns: {prompt: question}, held_out: 0.1}\n")
+    config = [f"--config={tmp_path / 'c.yaml'}"]
+    assert parse(config).data.columns == {"prompt": "question"}
+    data = parse([*config, "--data.columns", "{}"]).data
+    assert data.columns == {} and data.held_out == 0.1
+    assert parse([*config, "--data.columns", "{}", "--data.columns.answer=final"]).data.columns == {"answer": "final"}
+
+
 def test_a_lora_config_of_peft_is_a_section():
     peft = pytest.importorskip("peft")
     lora = make_config(task="text", policy={"lora": peft.LoraConfig(r=4, target_modules=["q_proj"])}).policy.lora

@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Config:
     asked = {name: [os.path.expanduser(value) for other, value in given if other == name] for name in _ASKED}
     own = [(name, value) for name, value in given if name not in asked]
     for name in ("rewards", "eval_rewards", "data.tools"):
-        if (count := [other for other, _ in own].count(name)) > 1:
+        if (count := sum(other == name and text[:1] != "[" for other, text in own)) > 1:  # [] replaces the list
             raise UserError(f"--{name}: given {count} times, which keeps the last alone: list all entries after one")
     files = [find_config(name) for name in asked["config"]] or _default_files(dict(own), bool(asked["help"]))
     neutral = {"task": "text"} if asked["help"] and not files else {}

@@ -121,6 +121,7 @@ def test_a_list_is_given_without_brackets():
     assert parse(["--task=text", "--seed=1", "--seed=2"]).seed == 2
     with pytest.raises(UserError, match=r"--rewards: given 2 times, .* the last alone: list all entries after one"):
         parse(["--task=text", "--rewards", "a.py:f", "--rewards", "b.py:g"])
+    assert len(parse(["--task=text", "--rewards", "[a.py:f, b.py:g]", "--rewards", "b.py:g"]).rewards) == 1
 
 
 def test_an_empty_mapping_replaces_that_of_a_file(tmp_path):

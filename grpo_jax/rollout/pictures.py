@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,9 +122,6 @@ def open_picture(source: Source) -> Image:
 
     if hasattr(source, "shape"):
         return _from_array(source)
-    if hasattr(source, "convert"):
-        _check_still(source)
-        return _to_uint8(source)
     with _opened(source) as picture:
         upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
         upright.load()
@@ -133,8 +130,8 @@ def open_picture(source: Source) -> Image:
 
 def size_of(source: Source) -> tuple[int, int]:
     """Return height and width of a picture, from a file's header; raises as `open_picture`."""
-    if hasattr(source, "shape") or hasattr(source, "convert"):
-        picture = open_picture(source)
+    if hasattr(source, "shape"):
+        picture = _from_array(source)
         return picture.height, picture.width
     with _opened(source) as picture:
         sideways = _orientation(picture) >= 5
@@ -143,12 +140,13 @@ def size_of(source: Source) -> tuple[int, int]:
 
 
 @contextmanager
-def _opened(source: File | bytes) -> Iterator[Image]:
-    """Open an encoded picture with Pillow, which reads its pixels lazily."""
+def _opened(source: File | bytes | Image) -> Iterator[Image]:
+    """Open an encoded picture with Pillow, which reads its pixels lazily; a Pillow picture stays itself."""
     from PIL import Image
 
-    with _pillow_errors(), source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream:
-        picture = Image.open(stream, formats=FORMATS)
+    with _pillow_errors(), source.path.open("rb") if isinstance(source, File) else nullcontext(source) as content:
+        stream = io.BytesIO(content) if isinstance(content, bytes) else content
+        picture = stream if hasattr(stream, "convert") else Image.open(stream, formats=FORMATS)
         _check_still(picture)
         yield picture
 

@@ -281,7 +281,8 @@ def test_cameras_and_transparency():
     tags = Image.Exif()
     tags[0x0112] = 6  # it lies on its side
     lying = bytes_of(SEEN, "JPEG", exif=tags, quality=95)
-    assert size_of(lying) == (20, 12) and open_picture(lying).size == (12, 20)
+    for given in (lying, Image.open(io.BytesIO(lying))):
+        assert size_of(given) == (20, 12) and open_picture(given).size == (12, 20)
     glass = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     assert pixels(bytes_of(glass)) == [[[255, 255, 255]] * 4] * 4
     assert pixels(bytes_of(Image.new("L", (2, 1), 9))) == [[[9, 9, 9]] * 2]

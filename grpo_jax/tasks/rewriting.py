@@ -94,18 +94,20 @@ _REFUSAL = _begins(
 _BULLET = _begins(r"[-*•]\s+", r"\d{1,2}[.)]\s+", r"#+\s+", r">\s+")
 _FENCE = re.compile(r"```(?:\w*\n)?(.*?)(?:```|\Z)", re.DOTALL)
 _MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[?\s*"((?:[^"\\]|\\.)*)')
-_TAG = re.compile(r"</?(?:[a-z]+_)*(?:prompt|answer|output|response|rewrite)>", re.IGNORECASE)
+_TAG_NAME = r"(?:[a-z]+_)*(?:prompt|answer|output|response|rewrite)"
+_TAG = re.compile(rf"</?{_TAG_NAME}>", re.IGNORECASE)
+_TAGGED = re.compile(rf"(?is)<((?!negative|original|input|user){_TAG_NAME})>((?:(?!<\1>).)*?)(?:</\1>|\Z)")
 _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`", "*": "*"}
 
 
 def parse_rewrite(text: str, prompt: str) -> ParsedCompletion:
     """Parse the prompt to render from a chat model's answer.
 
-    It drops reasoning, then takes a code fence, a JSON object's prompt or a line labelled "Prompt:", if there is one.
-    It removes remarks ("Sure! Here is …:", "I've added …"), headings, labels, list marks, bold marks and enclosing
-    quotes. The first remaining line is the prompt, with lines that a comma joins to it. Negative prompts are dropped,
-    since a renderer has one for all pictures. Without a letter or digit, or for a refusal, the result is the user's
-    `prompt`, and not `valid`.
+    It drops reasoning, then takes a code fence, a JSON object's prompt, the text in tags such as <answer>, or a line
+    labelled "Prompt:", if there is one. It removes remarks ("Sure! Here is …:", "I've added …"), headings, labels, list
+    marks, bold marks and enclosing quotes. The first remaining line is the prompt, with lines that a comma joins to it.
+    Negative prompts are dropped, since a renderer has one for all pictures. Without a letter or digit, or for a
+    refusal, the result is the user's `prompt`, and not `valid`.
     """
     lines = [line for line in map(_bare, _content(_without_thinking(text)).splitlines()) if _has_words(line)]
     sentences = re.split(r"(?<=[.!])\s+", _DISCLAIMER.sub("", _INTERJECTION.sub("", "".join(lines[:1]))))
@@ -117,13 +119,13 @@ def parse_rewrite(text: str, prompt: str) -> ParsedCompletion:
 
 def _without_thinking(text: str) -> str:
     """Drop reasoning; an unclosed block leaves nothing."""
-    text = text.replace("<thinking>", "<think>").replace("</thinking>", "</think>")
+    text = re.sub(r"(?i)<(/?)(?:think|thinking|thoughts?|reasoning|analysis)>", r"<\1think>", text)
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def _content(text: str) -> str:
-    """Return the first non-empty code fence, a JSON object's prompt or the contents of tags; else all."""
+    """Return the first non-empty code fence, a JSON object's prompt or the text in tags; else all."""
     text = next(filter(_has_words, _FENCE.findall(text)), text)
     members = _MEMBER.findall(text) if "{" in text else []
     if members:
@@ -134,7 +136,8 @@ def _content(text: str) -> str:
             return str(json.loads(f'"{value}"', strict=False))
         except ValueError:  # truncated within an escape
             return value
-    return _TAG.sub("\n", text)
+    tagged = (inner for _, inner in _TAGGED.findall(text) if _has_words(inner))
+    return _TAG.sub("\n", next(tagged, text))
 
 
 def _bare(line: str) -> str:

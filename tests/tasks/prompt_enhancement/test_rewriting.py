@@ -31,6 +31,13 @@ CHAT_ANSWERS = [
     ("Okay, the user wants a fox.\n</think>\n\n**Prompt:** A red fox", "A red fox"),
     ("<think>\nOkay, let me think about the fox", None),
     ("<thinking>short</thinking><prompt>A red fox</prompt>", "A red fox"),
+    # tags that a system prompt asks for
+    ("Light and season help.\n<prompt>A red fox</prompt>\nI added light.", "A red fox"),
+    ("<reasoning>\nIt needs light.\n</reasoning>\n<answer>\nA red fox\n</answer>", "A red fox"),
+    ("<reasoning>\nIt needs light, and", None),
+    ("I write it in <prompt> tags.\n<prompt>A red fox", "A red fox"),
+    ("<original_prompt>fox</original_prompt><rewritten_prompt>A red fox</rewritten_prompt>", "A red fox"),
+    ("A red fox\n<negative_prompt>blurry</negative_prompt>", "A red fox"),
     # Llama 3
     (
         'Here is a rewritten version of the prompt:\n\n"A majestic fox in snow."\n\nI added detail.',

@@ -40,17 +40,13 @@ def token_limits(
 ) -> tuple[int | None, list[tuple[PreTrainedTokenizerBase, int]]]:
     """Return the token limit of text encoders without their own window, and each tokenizer with its limit.
 
-    A `length` of None takes the pipeline's default. It is 1 if the pipeline would only pad with zeros (Stable Diffusion
-    3 without T5), which would waste time. UserError if the pipeline has no such limit.
+    A `length` of None takes the pipeline's default. UserError if the pipeline has no such limit.
     """
     kind, readers = type(pipeline).__name__, text_readers(pipeline)
     clip = _clip_window(pipeline, [reader for reader in readers if _is_clip(reader[1])])
     others = [tokenizer for tokenizer, encoder in readers if not _is_clip(encoder)]
     argument = inspect.signature(pipeline.__call__).parameters.get("max_sequence_length")
-    if argument is None:
-        length = None
-    else:
-        length = length or (argument.default if others else 1)
+    length = None if argument is None else length or argument.default
     known = readers and (length or not others) and hasattr(pipeline, "vae_scale_factor")
     require(known, kind, "a pipeline that says how many tokens it reads and how its latents are drawn", kind)
     return length, [(tokenizer, clip if _is_clip(encoder) else length) for tokenizer, encoder in readers]
@@ -187,7 +183,8 @@ class Renderer:
         self.pipeline = pipeline
         self.device = device
         self._takes = inspect.signature(pipeline.__call__).parameters
-        self._length, limits = token_limits(pipeline, length)
+        # the miniature was trained with one zero in place of T5's states, where diffusers has as many as T5 has tokens
+        self._length, limits = token_limits(pipeline, length or (1 if bundled(name, "renderer") else None))
         self.window = max(limit for _, limit in limits)  # tokens of a prompt that affect the picture, with special ones
         sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.sample_size
         size = sample * pipeline.vae_scale_factor

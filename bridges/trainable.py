@@ -344,7 +344,7 @@ def training_memory(judge: PipelineJudge, train: RendererTraining, *, fused: boo
 
 def _example(judge: PipelineJudge, config: Mapping[str, int], edge: int) -> dict[str, torch.Tensor]:
     """Return the transformer's arguments for a picture whose latent is `edge` wide."""
-    words, channels = 77 + (256 if getattr(judge, "use_t5", True) else 1), config["in_channels"]
+    words, channels = 77 + 256, config["in_channels"]
     shapes: dict[str, tuple[int, ...]] = {"hidden_states": (1, channels, edge, edge)}
     if "guidance_embeds" in config:  # FLUX
         words, places = getattr(judge, "max_sequence_length", 0) or 512, (edge // 2) ** 2

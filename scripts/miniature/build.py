@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from bridges import miniature
 from bridges.miniature import scenes, world
 from grpo_jax.errors import UserError, run_cli
 from scripts.miniature import drawing, speech, speech_scenes
+
+if TYPE_CHECKING:
+    from bridges.diffusion import Renderer
 
 WEIGHTS = Path(miniature.__file__).parent / "weights"
 _PROMPTS, _RENDER_STEPS, _SEED = 256, 4, 11
@@ -86,12 +90,19 @@ def _measure(texts: list[str], rows: list[dict], draw: Callable, score: Callable
     return {name: round(value, 4) for name, value in figures.items()}
 
 
+def _renderer(folder: Path) -> Renderer:
+    """Load a renderer, which was trained with one zero in place of T5's states."""
+    from bridges.judges.text_to_image import TextToImage
+
+    judge = TextToImage(path=str(folder), steps=_RENDER_STEPS, batch_size=64, max_sequence_length=1)
+    return judge.load("cpu")
+
+
 def _scene_figures(folder: Path, prompts: int, part: str = "scenes") -> dict:
     """Shares of the harder world's requests that the checker finds fulfilled, by kind, with the renderer of a part."""
-    from bridges.judges.stable_diffusion_3 import StableDiffusion3
     from scripts.miniature.train_scorer_scenes import fill_in
 
-    renderer = StableDiffusion3(path=str(folder / f"renderer_{part}"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
+    renderer = _renderer(folder / f"renderer_{part}")
     rows, rng = speech_scenes.prompts("test", prompts, _SEED), np.random.default_rng(_SEED)
     if part == "erring":
         rows = [row for row in rows if row["kind"] in world.ERRING_KINDS]
@@ -128,10 +139,9 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
     import torch
 
     from bridges.judges.open_clip import OpenClip
-    from bridges.judges.stable_diffusion_3 import StableDiffusion3
     from scripts.miniature import seeing, train_scorer
 
-    renderer = StableDiffusion3(path=str(folder / "renderer"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
+    renderer = _renderer(folder / "renderer")
     scorer = OpenClip(model=str(folder / "scorer")).load("cpu")
 
     def draw(texts: list[str]) -> torch.Tensor:

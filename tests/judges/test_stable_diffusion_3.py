@@ -87,14 +87,13 @@ def test_pictures_are_those_of_diffusers(folder, renderer, guidance):
     assert (images[0] - images[2]).abs().max() > 1e-3  # or the comparison would show nothing
 
 
-def test_without_t5_the_empty_sequence_is_short(folder_without_t5):
-    renderer = load_renderer(folder_without_t5)
-    images = renderer.render(PROMPTS, SEEDS, SETTINGS)
-    expected = from_diffusers(folder_without_t5, PROMPTS, SEEDS, guidance=3.0, t5=False, max_sequence_length=1)
+def test_pictures_without_t5_are_those_of_diffusers(folder):
+    images = load_renderer(folder, use_t5=False).render(PROMPTS, SEEDS, SETTINGS)
+    expected = from_diffusers(folder, PROMPTS, SEEDS, guidance=3.0, t5=False)
     torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
 
 
-def test_window_and_token_counts(folder, renderer, folder_without_t5):
+def test_window_and_token_counts(folder, renderer):
     assert renderer.window == 256
     clip_only = load_renderer(folder, use_t5=False)
     assert clip_only.window == 77

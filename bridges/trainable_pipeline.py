@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bridges.judges import PipelineJudge, RendererTraining
+from grpo_jax.config.fields import require
 
 
 class TrainablePipeline(PipelineJudge):
@@ -19,6 +20,8 @@ class TrainablePipeline(PipelineJudge):
         if self.train:
             from bridges.trainable import check_training
 
+            narrow = self.dtype == "float16" and not self.train.autocast  # without a loss scale gradients round to 0
+            require(not narrow, "dtype", "float32 or bfloat16 with train, or train.autocast", self.dtype)
             check_training(self)
 
     def memory(self) -> list[tuple[str, int, str]]:

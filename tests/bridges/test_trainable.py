@@ -222,6 +222,7 @@ def test_pipelines_that_cannot_be_trained_are_refused_before_weights_are_read(ju
         "distilled .*turbo": StableDiffusion3(path=str(turbo)),
         "not quantised": StableDiffusion3(path=str(quantised)),
         "guidance: expected 1 with train": judges["sd3"].replace(guidance=2.0),
+        "dtype: expected float32 or bfloat16 with train": judges["sd3"].replace(dtype="float16"),
     }
     for message, judge in cases.items():
         with pytest.raises(UserError, match=message) as error:

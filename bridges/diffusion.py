@@ -186,8 +186,11 @@ class Renderer:
         # the miniature was trained with one zero in place of T5's states, where diffusers has as many as T5 has tokens
         self._length, limits = token_limits(pipeline, length or (1 if bundled(name, "renderer") else None))
         self.window = max(limit for _, limit in limits)  # tokens of a prompt that affect the picture, with special ones
-        sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.sample_size
+        sample = getattr(pipeline, "default_sample_size", None) or denoiser(pipeline).config.get("sample_size", 0)
         size = sample * pipeline.vae_scale_factor
+        require(size or training.size, "size", f"the pixels of a side, as a {type(pipeline).__name__} names none", 0)
+        pipeline._guidance_scale = 1.0  # guides some pipelines, such as Z-Image's, for which 0 switches it off
+        self._unguided = 0.0 if getattr(pipeline, "do_classifier_free_guidance", False) else 1.0
         self.training = replace(training, size=training.size or size)
         self.evaluation = replace(evaluation, size=evaluation.size or size)
         self.name = name  # path of the pipeline
@@ -251,7 +254,7 @@ class Renderer:
         """Render one batch of (prompt, seed), padded to the settings' batch size; diffusers calls `on_step_end`."""
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
         options = {
-            "guidance_scale": settings.guidance,
+            "guidance_scale": settings.guidance if settings.guidance > 1 else self._unguided,
             "max_sequence_length": self._length,
             "height": settings.size,
             "width": settings.size,

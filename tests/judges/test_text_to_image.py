@@ -214,6 +214,20 @@ def test_guidance_that_is_an_input_of_the_network(tmp_path):
     assert (images - renderer.draw(PROMPTS, SEEDS, evaluation=True)).abs().max() > 1e-4
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "ZImagePipeline"), reason="an older diffusers")
+def test_guidance_of_1_is_off_where_the_pipeline_guides_at_1(tmp_path):
+    """Z-Image, whose network and pipeline name no size either."""
+    folder = tiny_pipelines.z_image(tmp_path)
+    with pytest.raises(UserError, match="size: expected the pixels of a side, as a ZImagePipeline names none"):
+        judge_of("ZImagePipeline", folder, size=0).load("cpu")
+    renderer, pipeline = judge_of("ZImagePipeline", folder).load("cpu"), of_diffusers("ZImagePipeline", folder)
+    for evaluation, guidance in ((False, 3.0), (True, 0.0)):
+        images = renderer.draw(PROMPTS, SEEDS, evaluation=evaluation)
+        expected = call(pipeline, PROMPTS, SEEDS, guidance_scale=guidance)
+        torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+    assert (expected - call(pipeline, PROMPTS, SEEDS, guidance_scale=1.0)).abs().max() > 1e-3
+
+
 def lora_of(kind, folder, out):
     """Random LoRA weights of rank 2 for the attention of what draws and of CLIP, as diffusers saves them."""
     from peft import LoraConfig, get_peft_model_state_dict

@@ -6,7 +6,7 @@ Every function takes the folder to write and returns it; pictures are 32 x 32. W
 from pathlib import Path
 
 import torch
-from support.tiny_models import LETTERS, VAE, clip_text_encoder, clip_tokenizer, tiny_t5
+from support.tiny_models import LETTERS, VAE, chat_tokenizer, clip_text_encoder, clip_tokenizer, tiny_t5
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
@@ -204,6 +204,31 @@ def pixart_sigma(folder) -> Path:
             vae=AutoencoderKL(**VAE),
             transformer=transformer,
             scheduler=DDIMScheduler(clip_sample=False),
+        ),
+        folder,
+    )
+
+
+def z_image(folder) -> Path:
+    """A transformer that reads a Qwen3; neither names a size of pictures."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+    from transformers import Qwen3Config, Qwen3Model
+
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    layers = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    encoder = Qwen3Config(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, pad_token_id=0, **layers)
+    transformer = ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
+        axes_dims=[8, 4, 4], axes_lens=[256, 32, 32],
+    )  # fmt: skip
+    return _save(
+        ZImagePipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=AutoencoderKL(**VAE, shift_factor=0.1),
+            text_encoder=Qwen3Model(encoder),
+            tokenizer=tokenizer,
+            transformer=transformer,
         ),
         folder,
     )

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     TextReader = tuple[PreTrainedTokenizerBase, PreTrainedModel]
 
-HUB_HELP = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
-
 
 def token_limits(
     pipeline: DiffusionPipeline, length: int | None = None
@@ -132,7 +130,8 @@ def load_pipeline(
 
 def _loading(source: Path | str) -> AbstractContextManager[None]:
     """Load silently; report a failure in one line that tells how to get the weights."""
-    return loading(f"the renderer {source} ({'is the folder complete?' if isinstance(source, Path) else HUB_HELP})")
+    hub = "log in with `hf auth login` after accepting the model's licence on its page, or give the path of a folder"
+    return loading(f"the renderer {source} ({'is the folder complete?' if isinstance(source, Path) else hub})")
 
 
 UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}

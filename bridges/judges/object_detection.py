@@ -99,11 +99,10 @@ class Detector:
         config = self._config
         for start in range(0, len(asked), config.batch_size):
             rows = asked[start : start + config.batch_size]
-            for row, scored in zip(rows, self._detect(images[rows]), strict=True):
+            for row, seen in zip(rows, self._detect(images[rows]), strict=True):
                 counting = requests[row].get("tag") == "counting"
                 least = COUNTING_THRESHOLD if counting else config.threshold
-                found = {name: [box for score, box in boxes if score > least] for name, boxes in scored.items()}
-                found = {name: boxes[:MOST_OBJECTS] for name, boxes in found.items()}
+                found = {n: [box for score, box in boxes[:MOST_OBJECTS] if score > least] for n, boxes in seen.items()}
                 met = requirements_met(found, requests[row], partial(colours_of, scorer, images[row]))
                 earned[row] = sum(met) / len(met) if config.partial else float(all(met))
         return earned

@@ -202,9 +202,6 @@ def _from_array(array: Source) -> Image:
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array))
 
 
-_VALUES = "uint8, uint16 (to 65535) or floats in [0, 1]"
-
-
 def eight_bits(values: np.ndarray) -> np.ndarray:
     """Convert a picture's values to uint8, scaled from the range of their dtype: all of uint16, [0, 1] for floats."""
     if values.dtype == np.uint8:
@@ -214,7 +211,8 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
     kind, values = str(values.dtype), values.astype(np.float32)
     lowest, highest = float(values.min()), float(values.max())
     if "float" not in kind or not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # NaN fails both
-        raise _RefusedError(f"its values are {kind} from {lowest:.4g} to {highest:.4g}: expected {_VALUES}")
+        expected = "uint8, uint16 (to 65535) or floats in [0, 1]"
+        raise _RefusedError(f"its values are {kind} from {lowest:.4g} to {highest:.4g}: expected {expected}")
     return np.round(np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 

@@ -50,6 +50,8 @@ class Vqa(ModelJudge):
         sees = hasattr(processor, "image_processor")
         require(sees, self.path, "a model that sees pictures", type(processor).__name__)
         require(processor.chat_template, self.path, "a model with a chat template", None)
+        thinks = _texts(processor, ["?"])[0].rstrip().endswith("<think>")
+        require(not thinks, self.path, "a model that replies without thinking", "a chat template that opens a thought")
         processor.tokenizer.padding_side = "left"  # so that all rows end before the reply
         model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype, device=device)
         return Answerer(self, model, processor)
@@ -137,15 +139,18 @@ class Answerer:
         """Return the processor's inputs for pictures and questions."""
         from bridges.pixels import to_pillow
 
-        messages = [
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-            for question in questions
-        ]
-        texts = self._processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._processor(
-            text=texts,
+            text=_texts(self._processor, questions),
             images=[[picture] for picture in to_pillow(images)],
             padding=True,
             add_special_tokens=False,  # the template adds them
             return_tensors="pt",
         )
+
+
+def _texts(processor: ProcessorMixin, questions: list[str]) -> list[str]:
+    """Return the questions in the chat template, each about a picture, with thinking switched off."""
+    asked = [[{"type": "image"}, {"type": "text", "text": question}] for question in questions]
+    options = {"enable_thinking": False} if "enable_thinking" in processor.chat_template else {}
+    messages = [[{"role": "user", "content": content}] for content in asked]
+    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)

@@ -1,5 +1,7 @@
 """P("Yes") against transformers itself, one picture at a time, and the rewards that use it."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("open_clip")
 
 from support import tiny_models  # noqa: E402
-from support.vision.folders import seeing_folder  # noqa: E402
+from support.vision.folders import TEMPLATE, seeing_folder  # noqa: E402
 from support.vision.judged import noise, pillow  # noqa: E402
 
 from bridges.judges.vqa import Vqa  # noqa: E402
@@ -61,6 +63,21 @@ def test_an_answer_of_several_tokens_is_read_whole(folder):
     expected = [of_transformers(folder, image, "Is it red?", "Yes") for image in images]
     torch.testing.assert_close(yes.yes(images, ["Is it red?"] * 2), torch.tensor(expected), atol=0, rtol=1e-4)
     assert str(yes) == f"{folder}: Qwen2VLForConditionalGeneration, P('Yes'), on cpu"
+
+
+def test_thinking_is_switched_off(folder, tmp_path):
+    """Behind an open <think> no reply begins with Yes."""
+    prompt, closed = TEMPLATE + "{% if add_generation_prompt %}<think>", "</think>{% endif %}"
+    switch = "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}{% endif %}"
+    images, read = noise(2), []
+    for name, template in (("never", prompt + closed), ("hybrid", prompt + switch)):
+        thinker = shutil.copytree(folder, tmp_path / name)
+        (thinker / "chat_template.jinja").write_text(template)
+        read.append(Vqa(path=str(thinker), answer="Y", dtype="float32").load("cpu").yes(images, ["Is it red?"] * 2))
+    assert torch.equal(*read)
+    (thinker / "chat_template.jinja").write_text(prompt + "{% endif %}")
+    with pytest.raises(UserError, match="a model that replies without thinking"):
+        Vqa(path=str(thinker)).load("cpu")
 
 
 def reward(name, judge):

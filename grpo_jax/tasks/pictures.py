@@ -115,7 +115,7 @@ def questions(*, images: Tensor, questions: list[list[str] | str | None], scorer
     """
     if not hasattr(scorer, "yes"):
         raise UserError("it needs a judge of kind vqa: name it questions@JUDGE")
-    lists = [[texts] if isinstance(texts, str) else texts or [] for texts in questions]
+    lists = [[texts] if texts and isinstance(texts, str) else texts or [] for texts in questions]
     rows = [row for row, texts in enumerate(lists) for _ in texts]
     answers = _values(scorer.yes(images[rows], [text for texts in lists for text in texts]))
     return _means_by_row(answers, rows, lists)
@@ -147,9 +147,9 @@ def _means_by_row(values: np.ndarray, rows: list[int], asked: Sequence[Sequence 
 
 
 def _spellings(answer: str) -> list[str]:
-    """Return the spellings of a one-word answer: lower or upper case, and a number also as a digit."""
-    number = [str(_NUMBERS.index(answer.lower()))] if answer.lower() in _NUMBERS else []
-    words = [answer, answer.lower(), answer.capitalize(), *number]
+    """Return the spellings of a one-word answer: lower or upper case, a number as a word and as a digit."""
+    same = next(((word, str(n)) for n, word in enumerate(_NUMBERS) if answer.lower() in (word, str(n))), (answer,))
+    words = [spelt for word in same for spelt in (word, word.lower(), word.capitalize())]
     return [*words, *(f" {word}" for word in words)]
 
 

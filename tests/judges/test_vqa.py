@@ -104,7 +104,7 @@ def test_questions_of_the_row_give_their_mean_and_none_gives_none(judge):
     found = collect_rewards({"q": ask}, ["p"] * 3, ["x"] * 3, columns, 3).ravel()
     first, second, last = judge.yes(images[[0, 0, 2]], ["Is it red?", "Is it new?", "Is it old?"]).tolist()
     np.testing.assert_allclose(found, [(first + second) / 2, np.nan, last], rtol=1e-5)
-    nothing = collect_rewards({"q": ask}, ["p"] * 3, ["x"] * 3, columns | {"questions": [None] * 3}, 3)
+    nothing = collect_rewards({"q": ask}, ["p"] * 3, ["x"] * 3, columns | {"questions": [None, [], ""]}, 3)
     assert np.isnan(nothing).all()
     with pytest.raises(RewardError, match="needs a judge of kind vqa: name it questions@JUDGE"):
         collect_rewards({"q": reward("questions", judge)}, ["p"] * 3, ["x"] * 3, columns, 3)
@@ -124,6 +124,9 @@ def test_soft_tifa_is_the_geometric_mean_of_the_answers(judge, folder):
         asked = f"{question} Answer in one word."
         chances.append(sum(of_transformers(folder, images[0], asked, [token]) for token in first))
     np.testing.assert_allclose(found, [np.sqrt(chances[0] * chances[1]), np.nan], rtol=1e-4)
+    digit = [[["How many dogs are there?", "2"], list(pairs[1])], None]
+    same = collect_rewards({"s": ask}, ["p"] * 2, ["x"] * 2, columns | {"vqa_list": digit}, 2).ravel()
+    np.testing.assert_allclose(same, found, rtol=1e-6)
     with pytest.raises(RewardError, match="needs a judge of kind vqa: name it soft_tifa@JUDGE"):
         collect_rewards({"s": reward("soft_tifa", judge)}, ["p"] * 2, ["x"] * 2, columns, 2)
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridges.diffusion import Renderer, denoiser, find_pipeline
@@ -57,6 +58,9 @@ class TrainableRenderer(Renderer):
         self._transformer = self.pipeline.transformer
         loaded = list(getattr(self._transformer, "peft_config", {}))
         require(not loaded, "train", "null, or a pipeline without LoRA, or with it merged", loaded)
+        layers = [name for name, one in self._transformer.named_modules() if isinstance(one, nn.Linear | nn.Conv2d)]
+        unknown = [name for name in train.lora.targets if not any(f".{it}".endswith(f".{name}") for it in layers)]
+        require(not unknown, "train.lora.targets", f"layers of a {type(network).__name__}", unknown)  # PEFT skips them
         self._transformer.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

@@ -231,6 +231,8 @@ def test_pipelines_that_cannot_be_trained_are_refused_before_weights_are_read(ju
     judges["flux"].replace(train=training).check()
     with pytest.raises(UserError, match="not distilled"):
         TrainableRenderer(cases["not distilled"].load("cpu"), training, seed=0)
+    with pytest.raises(UserError, match=r"targets: expected layers of a SD3Transformer2DModel, got \['to_qq'\]"):
+        make(judges["sd3"], lora={"targets": ["to_q", "to_qq"]})
     with pytest.raises(UserError, match="merged, got"):
         TrainableRenderer(make(judges["sd3"]), training, seed=0)
 

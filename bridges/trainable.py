@@ -360,12 +360,8 @@ def _example(judge: PipelineJudge, config: Mapping[str, int], edge: int) -> dict
 
 
 def _lora_config(train: RendererTraining) -> LoraConfig:
-    return LoraConfig(
-        r=train.lora.rank,
-        lora_alpha=train.lora.alpha,
-        init_lora_weights="gaussian",
-        target_modules=list(train.lora.targets),
-    )
+    rank, alpha, targets = train.lora.rank, train.lora.alpha, list(train.lora.targets)
+    return LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
 
 
 def _in_bfloat16(forward: Callable[..., tuple], device: torch.device) -> Callable[..., tuple]:

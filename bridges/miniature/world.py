@@ -176,12 +176,9 @@ def prompts(name: str, split: str, count: int) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "split"} for row in rows[:count]]
 
 
-# ------------------------------------------------------------------------------------------------ the hidden lens
-#
-# A lens is drawn from a picture's seed: the same for every picture of that seed, unknown from the words, plain in the
-# picture. It turns the colours round two wheels by some places, and in half of all cases mirrors left and right. A
-# guess is right in a quarter of cases. Words and picture together reveal the lens, and with it the words that undo it.
-# In half of the turns these are neither the words that were said nor those of what is seen.
+# The hidden lens is drawn from a picture's seed: unknown from the words, plain in the picture. It turns the colours
+# round two wheels by some places, and in half of all cases mirrors left and right. Words and picture together reveal
+# it, and the words that undo it: in half of the turns neither the words that were said nor those of what is seen.
 #
 # A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline):
 # edges and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.

@@ -101,9 +101,8 @@ def _file(name: str, base: Path | None) -> File:
     path = path if base is None or path.is_absolute() else base / path
     if not name or not os.path.isfile(path):
         hint = ": web addresses are not fetched, download them" if "://" in name else ""
-        raise ValueError(
-            f"there is no picture {short_name(name if hint else path) if name else 'without a name'}{hint}"
-        )
+        shown = short_name(name if hint else path) if name else "without a name"
+        raise ValueError(f"there is no picture {shown}{hint}")
     return File(path.absolute(), name)  # a reward may change the working directory
 
 

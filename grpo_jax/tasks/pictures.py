@@ -63,8 +63,7 @@ def alignment_gain(prompts: list[str], *, images: Tensor, baseline_images: Tenso
     It is cos(image, prompt) - cos(baseline image, prompt). Within a group the second term is constant, so as the only
     objective it trains like `alignment`. As a measure or a condition, 0 means no improvement.
     """
-    after = _values(scorer.image_text(images, prompts))
-    return after - _values(scorer.image_text(baseline_images, prompts))
+    return alignment(prompts, images=images, scorer=scorer) - alignment(prompts, images=baseline_images, scorer=scorer)
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,8 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
     needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
     require(not kinds or name in kinds, str(source), f"a {needed}", f"a {name}")
     libraries = {part: value[0] for part, value in index.items() if isinstance(value, list)}
-    foreign = [
-        part
-        for part, library in libraries.items()
-        if library not in (None, "diffusers", "transformers") and not hasattr(diffusers.pipelines, library)
-    ]
+    known = {None, "diffusers", "transformers", *dir(diffusers.pipelines)}
+    foreign = [part for part, library in libraries.items() if library not in known]
     require(not foreign, str(source), "no code that comes with the weights", ", ".join(foreign))
     return source, index
 

@@ -80,7 +80,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     loaded = policy.folder
-    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config))
+    decode = make_decode(loaded.tokenizer, config.data, read=config.task.parser(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
     encoder = functools.partial(
         make_encode,

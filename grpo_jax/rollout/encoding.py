@@ -19,7 +19,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf.chat import conversation_encoder, decoded, knows_option, pad
+from grpo_jax.models.hf.chat import conversation_encoder, decoded, knows_option, pad, render_chat
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.image_processor import PictureSettings, make_preparer, read_settings
 from grpo_jax.models.vision.config import VisionConfig
@@ -292,21 +292,24 @@ def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def make_decode(
-    tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], ParsedCompletion]
+    tokenizer: PreTrainedTokenizerBase, section: DataSection, *, read: Callable[[str, str], ParsedCompletion]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
     """Return decode(token ids, user's prompt) → (raw completion, parsed completion), without special tokens.
 
-    In the form "append" a completion continues its prompt.
+    In the form "append" a completion continues its prompt. A parser also reads the <think> that a template ends with.
     """
+    chat = section.form == "rewrite" and read is not as_is and getattr(tokenizer, "chat_template", None)
+    frame = render_chat(tokenizer, [{"role": "user", "content": "?"}], **template_options(section)) if chat else ""
+    opened = "<think>" if frame.rstrip().endswith("<think>") else ""
 
     def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
         ids = [int(token) for token in tokens]
         text = decoded(tokenizer, ids)
-        if form == "append":  # keep the space before the first word, which a tokenizer drops
+        if section.form == "append":  # keep the space before the first word, which a tokenizer drops
             start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
             head, whole = decoded(tokenizer, start), decoded(tokenizer, start + ids)
             text = whole[len(head) :] if whole.startswith(head) else text
-        return text, read(text, prompt)
+        return text, read(opened + text, prompt)
 
     return decode
 

@@ -344,7 +344,7 @@ def make_rollout_fns(
     )
     return RolloutFns(
         encode=loaded.encode,
-        decode=make_decode(folder.tokenizer, form=config.data.form, read=config.task.parser(config)),
+        decode=make_decode(folder.tokenizer, config.data, read=config.task.parser(config)),
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.argument_names),
         score=Score(
             maximised,

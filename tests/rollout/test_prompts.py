@@ -7,6 +7,7 @@ import pandas
 import pytest
 from support.marked_tokenizers import TOKENIZERS
 
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row, batch_at, batches_per_epoch, epoch_order, noise_seed
 from grpo_jax.rollout.encoding import as_is, completion_statistics, continued, make_decode
@@ -168,11 +169,12 @@ def test_appended_words_are_told_apart_from_the_prompt():
     """A word tokenizer writes no space before a text's first word: 'a fox' + 'in snow' was once 'a foxin snow'."""
     words, bytes_ = TOKENIZERS["words"](), TOKENIZERS["qwen2"]()
     ids = words("in words", add_special_tokens=False)["input_ids"]
-    assert make_decode(words, form="append", read=continued)(ids, "a fox") == (" in words", ("a fox in words", True))
-    whole = make_decode(words, form="rewrite", read=as_is)
+    append = DataSection(form="append")
+    assert make_decode(words, append, read=continued)(ids, "a fox") == (" in words", ("a fox in words", True))
+    whole = make_decode(words, DataSection(), read=as_is)
     assert whole(np.array(ids), "a fox") == ("in words", ("in words", True))
     ids = bytes_("es, été<|im_end|>")["input_ids"]
-    assert make_decode(bytes_, form="append", read=continued)(ids, "a fox") == ("es, été", ("a foxes, été", True))
+    assert make_decode(bytes_, append, read=continued)(ids, "a fox") == ("es, été", ("a foxes, été", True))
 
 
 def test_statistics_by_hand():

@@ -93,7 +93,7 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]], marked: bool) -
         programs[loaded.config] = lambda params, *batch: jax.eval_shape(policy.prefill, {"params": params}, *batch)
     hidden = programs[loaded.config](loaded.params, tokens, mask).hidden
     assert hidden.shape[-1] == loaded.config.hidden_size
-    make_decode(loaded.tokenizer, form="rewrite", read=as_is)(np.arange(3), "a fox")
+    make_decode(loaded.tokenizer, DataSection(), read=as_is)(np.arange(3), "a fox")
 
 
 def _damaged(rng: random.Random, folder: Path, trace: Path) -> str:

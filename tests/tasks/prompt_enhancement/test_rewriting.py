@@ -3,8 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiny_models import chat_tokenizer
 
-from grpo_jax.rollout.encoding import ParsedCompletion, continued
+from grpo_jax.config.sections import DataSection
+from grpo_jax.rollout.encoding import ParsedCompletion, continued, make_decode
 from grpo_jax.tasks.rewriting import parse_rewrite
 
 CHAT_ANSWERS = [
@@ -132,6 +134,15 @@ CHAT_ANSWERS = [
 def test_answers_of_chat_models_are_read(written, drawn):
     expected = ParsedCompletion("the user's", False) if drawn is None else ParsedCompletion(drawn, True)
     assert parse_rewrite(written, "the user's") == expected
+
+
+def test_a_thought_that_the_template_opens_and_no_completion_ends_is_no_answer():
+    """As with Qwen3-Thinking and R1, whose templates end with <think>."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
+    decode, thought = make_decode(tokenizer, DataSection(), read=parse_rewrite), "Okay, so the user wants a fox"
+    for written, parsed in ((thought, ("a fox", False)), (f"{thought}</think>A red fox", ("A red fox", True))):
+        assert decode(tokenizer(written)["input_ids"], "a fox") == (written, parsed)
 
 
 @given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))

@@ -145,7 +145,7 @@ def _opened(source: File | bytes | Image) -> Iterator[Image]:
 
     with _pillow_errors(), source.path.open("rb") if isinstance(source, File) else nullcontext(source) as content:
         stream = io.BytesIO(content) if isinstance(content, bytes) else content
-        picture = stream if hasattr(stream, "convert") else Image.open(stream, formats=FORMATS)
+        picture = stream if isinstance(stream, Image.Image) else Image.open(stream, formats=FORMATS)
         _check_still(picture)
         yield picture
 

@@ -65,7 +65,10 @@ def torch_states(model, rows) -> tuple[list[torch.Tensor], list[list[torch.Tenso
     patches = torch.tensor(np.concatenate([picture.patches for picture in everything]))
     grids = torch.tensor([[1, *picture.grid] for picture in everything])
     seen = model.model.get_image_features(patches, grids, return_dict=True)
-    return list(seen.pooler_output), [list(layer) for layer in getattr(seen, "deepstack_features", None) or ()]
+    lengths = (grids.prod(-1) // 4).tolist()  # some versions of transformers return pictures joined, some apart
+    layers = (seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ()))
+    states, *deepstack = (list(one.split(lengths) if torch.is_tensor(one) else one) for one in layers)
+    return states, deepstack
 
 
 def flat_states(states, rows, merged: int = 4) -> list:

@@ -160,8 +160,8 @@ class DataSection(Section):
 
     prompts: str = ""
     """Prompts: a .jsonl, .csv, .tsv, .txt or .parquet file; the folder of a saved Hugging Face data set; one of the hub
-    as hub:OWNER/NAME[:CONFIG[:SPLIT]]; reasoning_gym:NAME[?OPTION=VALUE&…][+NAME…]; builtin, builtin:plain,
-    builtin:attributes or builtin:crowded of the package; or a name of the task."""
+    as hub:OWNER/NAME[:CONFIG[:SPLIT]]; reasoning_gym:NAME[?OPTION=VALUE&…] (a + joins several); builtin,
+    builtin:plain, builtin:attributes or builtin:crowded of the package; or a name of the task."""
     validation: str = ""
     """Validation file, to choose the best checkpoint. With it or `test`, all of `prompts` are for training."""
     test: str = ""

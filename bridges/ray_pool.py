@@ -217,7 +217,7 @@ class RayPool:
             return answers[0]
         if [len(one) if _has_rows(one) else None for one in answers] != [rows.stop - rows.start for rows in parts]:
             raise TypeError(
-                f"{self._name}.{method} did not answer {self._size} rows with as many values: a judge in a pool must "
+                f"{self._name}.{method} did not answer {size} rows with as many values: a judge in a pool must "
                 "judge row by row, or have a batch_size that holds a whole call"
             )
         if _is_tensor(answers[0]):

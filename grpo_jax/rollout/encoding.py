@@ -271,11 +271,11 @@ def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFold
     default = "its default: the task lists the possible texts"
     config.require(not config.data.forbidden_tokens, "data.forbidden_tokens", default)
     config.require(not config.sampling.stop, "sampling.stop", default)
-    most, gap = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
+    most, plain = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
     unknown = folder.tokenizer.unk_token_id
     numbers: dict[tuple[int, ...], int] = {}
     for number, text in enumerate(texts):
-        ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, gap=gap)
+        ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, plain=plain, gap=plain)
         words = f"at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, which may be written"
         require(len(ids) <= most, "sampling.max_new_tokens", words, most)
         if all(token == unknown for token in ids[:-1]):

@@ -171,8 +171,9 @@ def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:
     loaded, config = ctx.policy.folder, ctx.config
     # Choices have the same tokens after every prompt.
     apart = ctx.task_data.choices is not None or (prompt != "" and not prompt[-1].isspace())
-    gap = follows_text(config, loaded.tokenizer) and apart
-    return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
+    plain = follows_text(config, loaded.tokenizer)
+    ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, plain=plain, gap=plain and apart)
+    return ids[: config.sampling.max_new_tokens]
 
 
 def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:

@@ -131,14 +131,14 @@ def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool
     return gathered
 
 
-def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
+def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, plain: bool, gap: bool) -> list[int]:
     """Encode a text as a completion, including the EOS token.
 
-    EOS is that of the chat template (`end_of_turn`), and after plain text the tokenizer's own. Special tokens in the
+    EOS is that of the chat template (`end_of_turn`), after a `plain` prompt the tokenizer's own. Special tokens in the
     text stay text (`plain_tokens`). An ordinary token among `eos_ids`, such as a newline, ends the completion, as in
     sampling. `gap` adds a leading space, which words need after plain text but not after a special token.
     """
-    template = "" if gap else str(getattr(tokenizer, "chat_template", None) or "")
+    template = "" if plain else str(getattr(tokenizer, "chat_template", None) or "")
     end = end_of_turn(tokenizer, tuple(eos_ids), template)
     ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
     stop = next(place for place, token in enumerate(ids) if token in eos_ids)

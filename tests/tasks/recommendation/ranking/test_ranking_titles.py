@@ -65,7 +65,9 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     trie = choices_trie(config, config.task.choices(config), loaded)
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size,
                          rows=rows, image_processor=None)  # fmt: skip
-    ids = np.array([completion_tokens(loaded.tokenizer, title, loaded.eos_ids, gap=True) for title in titles], np.int32)
+    after_text = {"plain": True, "gap": True}
+    ids = [completion_tokens(loaded.tokenizer, title, loaded.eos_ids, **after_text) for title in titles]
+    ids = np.array(ids, np.int32)
     prompt = encode(rows)
     tokens = np.broadcast_to(ids, (len(rows), *ids.shape))
     batch = Batch(prompt.tokens, prompt.mask, tokens, np.ones(tokens.shape, bool))

@@ -67,6 +67,11 @@ def writer_beside_trl():
     return mean(runs["gdpo", seed] / seconds for (arm, seed), seconds in runs.items() if arm == "trl")
 
 
+def fewer_pairs():
+    """The fewest pairs that were supervised alone."""
+    return min(run["pairs"] for run in kept("small_writer.json")["runs"] if run["arm"] == "sft")
+
+
 def rate(**lora):
     return make_config(task="text", policy={"lora": lora}).learning_rate
 
@@ -103,7 +108,7 @@ FIGURES = [
     (r"on rewards then reaches \*\*(\.\d+)\*\*", [lambda: writer("after")]),
     (r"Supervision alone reaches (\.\d+) in", [lambda: writer("after", arm="sft")]),
     (r"in (\.\d+) of TRL's CPU seconds \(three", [writer_beside_trl]),
-    (r"Behind (\d+) pairs supervision", [lambda: kept("small_writer.json")["runs"][2]["pairs"]]),
+    (r"Behind (\d+) pairs supervision", [fewer_pairs]),
     (r"supervision ends at (\.\d+), and", [lambda: writer("after", arm="sft", pairs=8)]),
     (r"rewards reach \*\*(\.\d+)\*\* \(three", [lambda: writer("after", "gdpo", 8, ("--training.max_steps", "180"))]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),

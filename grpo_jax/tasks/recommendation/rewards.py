@@ -89,23 +89,18 @@ def soft(probability: Sequence[float], **_: object) -> list[float]:
 def ranking_columns(
     items: Items, prior: Prior | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[object]]:
-    """Return the rank of each row's target, from 1, without the history.
+    """Return the rank of each row's target, from 1, without the history; equal scores rank before it.
 
     `numbers`, int [P, K], are the indices of all texts, best first, with `scores` f32 [P, K]. A target with the title
     of an earlier item is not ranked and gets the last rank.
     """
-    ranked = items.rows[numbers]
-    place = np.full((len(rows), items.count), items.count - 1)
-    np.put_along_axis(place, ranked, np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape), axis=1)
-    targets = [row.columns["target_row"] for row in rows]
+    alone = item_scores(items.rows[numbers], scores, items.count)
+    targets = np.array([row.columns["target_row"] for row in rows])
     histories = [row.columns["history"] for row in rows]
-    own = place[np.arange(len(rows)), targets]
-    taken = [(line[[*{*history}]] < best).sum() for line, history, best in zip(place, histories, own, strict=True)]
-    places = (own - taken + 1).tolist()  # without items of the history before the target
-    if prior is None:
-        return {LISTED_RANK: places}
-    fused = floor_scores(item_scores(ranked, scores, items.count)) + prior(histories)
-    return {LISTED_RANK: places, FUSED_RANK: target_ranks(fused, np.array(targets), histories).tolist()}
+    columns: dict[str, Sequence[object]] = {LISTED_RANK: target_ranks(alone, targets, histories).tolist()}
+    if prior is not None:
+        columns[FUSED_RANK] = target_ranks(floor_scores(alone) + prior(histories), targets, histories).tolist()
+    return columns
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:

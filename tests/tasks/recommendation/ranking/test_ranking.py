@@ -31,7 +31,7 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_ranked_last():
     items = items_of(["a", "b", "c", "d", "a", "e"])  # the second "a" is no text of its own
     rows = [row([0, 1], 2), row([0], 4), row([3], 3)]
     numbers = np.array([[0, 1, 3, 2, 4], [0, 1, 2, 3, 4], [0, 3, 1, 2, 4]])
-    columns = ranking_columns(items, None, rows, numbers, np.zeros((3, 5)))
+    columns = ranking_columns(items, None, rows, numbers, np.tile(-np.arange(5.0), (3, 1)))
     assert columns == {LISTED_RANK: [2, 5, 2]}  # a target in the history stays
     rollout = rollout_of(np.zeros((3, 1, 1, 1)), np.array([2.0, 5.0, 2.0]).reshape(3, 1, 1, 1), columns=columns)
     found = policy_ranks("before", {"greedy": rollout, "oracle": rollout})
@@ -39,6 +39,14 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_ranked_last():
     assert json.loads(json.dumps(found)) == found  # goes into checkpoints
     assert completion_ranks(items, ["", "", ""], columns).tolist() == [2, 5, 2]
     assert completion_ranks(items, ["c", "b"], {"target_row": [2, 5]}).tolist() == [1, 6]
+
+
+def test_items_of_equal_scores_rank_before_the_target():
+    """Items of equal titles that nobody took keep equal vectors; the catalogue's order must not decide."""
+    numbers, scores = np.array([[0, 1, 2, 3]]), np.array([[-1.0, -2.0, -2.0, -2.0]])
+    items, rows = items_of(list("abcd")), [row([0], 1)]
+    columns = ranking_columns(items, lambda histories: np.zeros((1, 4)), rows, numbers, scores)
+    assert columns == {LISTED_RANK: [3], FUSED_RANK: [3]}
 
 
 def test_the_prior_is_what_its_equation_says():

@@ -155,9 +155,9 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
     the first one compiles, and a longer history does not recompile.
 
     The history and `exclude` are titles or ids, the history oldest first. A repeated item counts once, at its last
-    position, and is not recommended. `note` gets a line about each unknown name, which is skipped. If no item remains,
-    or the query has no known word, `note` gets a line and the most popular items are returned. An item's own word is
-    its place in the catalogue: UserError for another one than in `saved`, the facts of the checkpoint's task.
+    position, and is not recommended. `note` gets a line about each unknown name, which is skipped. Items that share no
+    word with the query follow by popularity. If there are no others, `note` gets a line. An item's own word is its
+    place in the catalogue: UserError for another one than in `saved`, the facts of the checkpoint's task.
     """
     task = config.task
     dataset = load_dataset(task, config.data.columns)
@@ -190,11 +190,12 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
             names = [items.names[row] for row in rows] if items.names else ()
             prompt = history_prompt(task, [items.titles[row] for row in rows], names)
             ranked = best(Row(0, prompt, {"history": tuple(rows)}), k + len(left_out))
-        if not any(score for _, score in ranked):
-            note(f"{'query' if rows else 'history'}: nothing of the catalogue is in it; these are the most popular")
-            ranked = most_popular
-        chosen = [pair for pair in ranked if pair[0] not in left_out][:k]
-        return [Recommended(items.ids[row], items.titles[row], score) for row, score in chosen]
+        chosen = {row: score for row, score in ranked if score and row not in left_out}
+        if not chosen:
+            note(f"{'query' if rows else 'history'}: it finds no item; these are the most popular")
+        rest = {row: 0.0 if chosen else count for row, count in most_popular if row not in left_out}
+        listed = [*(chosen | rest | chosen).items()][:k]  # those chosen come first, with their scores
+        return [Recommended(items.ids[row], items.titles[row], score) for row, score in listed]
 
     return recommend
 

@@ -175,17 +175,27 @@ def test_a_history_may_be_one_title_and_ids_may_be_numbers(tmp_path):
     assert prompts == ["soap 12"] * 3
 
 
-def test_a_query_without_a_word_of_the_catalogue_gives_the_most_popular():
-    """All items have the similarity 0 to it, and the catalogue's order is no ranking."""
+def test_items_without_a_word_of_the_query_are_in_the_order_of_popularity():
+    """All have the similarity 0 to it, and the catalogue's order is no ranking."""
     fields = {"writes": "query", "dummy_users": 50, "dummy_items": 280}
     config = load_config(find_config("recommendation_dummy"))
     config = config.replace(task=config.task.replace(**fields, prior=PriorSection()))
-    answers, notes = iter([f"{TITLES[50]} xqzzv", "xqzzv"]), []
+    answers, notes = iter([f"{TITLES[50]} xqzzv", "xqzzv", TITLES[3], TITLES[50]]), []
     recommend = make_recommender(config, None, lambda rows: lambda prompt: next(answers), {})
     assert recommend([TITLES[3]], 3, note=notes.append)[0].title == TITLES[50] and not notes
     found = recommend([TITLES[3]], 3, note=notes.append)
     assert found == [item for item in recommend([], 4, note=notes.append) if item.title != TITLES[3]][:3]
     assert found[0].score >= 3 and ["these are the most popular" in note for note in notes] == [True, True]
+    # A query that finds only the history, and one that finds only one other item.
+    alike = [item for item in TITLES if {*item.split()} & {*TITLES[3].split()}]
+    assert (
+        recommend([TITLES[3]], 3, exclude=alike, note=notes.append)
+        == [item for item in recommend([], 280, note=notes.append) if item.title not in alike][:3]
+    )
+    others = [item for item in TITLES[:50] + TITLES[51:] if {*item.split()} & {*TITLES[50].split()}]
+    one, *popular = recommend([TITLES[3]], 3, exclude=others, note=notes.append)
+    expected = [item._replace(score=0.0) for item in recommend([], 280) if item.title not in {TITLES[3], *others}]
+    assert one.title == TITLES[50] and popular == [item for item in expected if item.title != TITLES[50]][:2]
 
 
 @pytest.mark.parametrize(

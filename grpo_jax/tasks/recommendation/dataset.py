@@ -21,6 +21,7 @@ from grpo_jax.tasks.recommendation.catalogue import (
     Sequences,
     UserSequence,
     item_word,
+    plain,
     read_catalogue,
     read_events,
     read_sequences,
@@ -202,10 +203,11 @@ def _load(task: RecommendationFields, columns: Mapping[str, str]) -> tuple[Catal
 
 
 def _notes(catalogue: Catalogue) -> list[str]:
-    blank = catalogue.titles.count("")
-    shared = len(catalogue) - blank - len({*catalogue.titles} - {""})
+    texts = [*map(plain, catalogue.titles)]  # as policy and retriever read them
+    blank = texts.count("")
+    shared = len(texts) - blank - len({*texts} - {""})
     counts = {
-        "items without a title are kept; no query finds them": blank,
+        "items without a word in the title are kept; no query finds them": blank,
         "items share another's title; no query can tell them apart": shared,
     }
     return [f"{count} {note}" for note, count in counts.items() if count]

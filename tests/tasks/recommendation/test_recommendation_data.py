@@ -287,15 +287,15 @@ def test_a_user_is_not_counted_in_what_they_are_taught():
 
 
 def test_what_a_rule_does_is_said(tmp_path):
-    write(tmp_path, "items.csv", "id,title\na,one\nb,one\nc,  \nd,\n")
+    write(tmp_path, "items.csv", "id,title\na,one\nb,one\nc,  \nd,\ne,ONE!\nf,?!\n")
     write(
         tmp_path, "r.csv", "userId,movieId,rating,timestamp\n" + "".join(f"1,{c},3,{i}\n" for i, c in enumerate("abcd"))
     )
     fields = {"source": str(tmp_path / "r.csv"), "catalogue": str(tmp_path / "items.csv")}
     notes = load_dataset(Recommendation(**fields)).notes
     assert notes == (
-        "2 items without a title are kept; no query finds them",
-        "1 items share another's title; no query can tell them apart",
+        "3 items without a word in the title are kept; no query finds them",
+        "2 items share another's title; no query can tell them apart",
     )
 
 

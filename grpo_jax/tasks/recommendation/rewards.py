@@ -55,7 +55,7 @@ class RankReward:
             k: The cut-off, at most `items`; 0 for none, so that every rank counts. With a small k and few completions,
                 most groups have zero variance.
         """
-        if k < 0 or k != int(k):
+        if not (k >= 0 and k % 1 == 0):  # also NaN and infinity
             raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
         if k > items:
             raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")

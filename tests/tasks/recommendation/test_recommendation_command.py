@@ -49,6 +49,7 @@ def command(folder, run_dir, **changes):
         ({"task.retrieval.budget": 5}, "task.retrieval.budget: no such field; it was removed: a call"),
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mrr, ndcg, rank, soft; got 'recall'"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
+        ({"rewards": '[{"name": "ndcg", "options": {"k": .inf}}]'}, "k must be a whole number"),
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
         ({"rewards": '[{"name": "ndcg", "options": {"map": 1.0}}]'}, "expected arguments of the reward (k), got 'map'"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),

@@ -44,10 +44,10 @@ COMMON = Display(
 
 
 def number(value: float | None) -> str:
-    """Format a number with three significant digits, without an exponent if readable."""
+    """Format a number with three significant digits, without an exponent if readable; an int with all its digits."""
     if value is None or not math.isfinite(value):
         return "–"
-    if value == int(value) and abs(value) < 1e5:
+    if isinstance(value, int) or (value == int(value) and abs(value) < 1e5):
         return str(int(value))
     if 1e-3 <= abs(value) < 1e5:
         digits = max(0, 2 - math.floor(math.log10(abs(value))))

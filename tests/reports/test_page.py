@@ -33,6 +33,12 @@ def test_a_chart_has_its_values_where_they_are_and_under_the_pointer():
         assert float(y) == pytest.approx(bottom + value * per_value, abs=0.2)
 
 
+def test_a_number_has_three_digits_and_a_whole_one_all_of_them():
+    assert [number(value) for value in (123456, -5, 123456.5, 0.12345, 2.0, None)] == [
+        "123456", "-5", "1.2e5", "0.123", "2", "–",
+    ]  # fmt: skip
+
+
 def test_a_reward_of_another_judge_is_no_turn_of_an_episode():
     """Its name is NAME@JUDGE."""
     names = ("reward/likes@second/mean", "reward/likes@turn2")

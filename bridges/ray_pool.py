@@ -331,5 +331,5 @@ def described(actors: Sequence[Any]) -> Description:
 
     try:
         return attempt(ray.get, [handle.describe.remote() for handle in actors], timeout=START_SECONDS)[0]
-    except TimeoutError as error:
+    except ray.exceptions.GetTimeoutError as error:  # not a TimeoutError of the judge's own
         raise PoolLost(f"no answer within {START_SECONDS:g} s") from error

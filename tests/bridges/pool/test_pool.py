@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 
 from support.pools import ODD, in_pool, load_in_pool
 
-from bridges import ray_cluster
+from bridges import ray_cluster, ray_pool
 from bridges.ray_pool import BatchLost, PoolLost, placed
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import StopRun, UserError
@@ -37,6 +37,15 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def judge(cluster, folder):
     return load_in_pool(f"{ODD}:Odd", folder=str(folder), replicas=2, batch_timeout=LIMIT)
+
+
+def test_a_timeout_of_the_judge_is_not_the_pools(monkeypatch):
+    def load(*_, **__):
+        raise TimeoutError("the database does not answer")
+
+    monkeypatch.setattr(ray_pool, "attempt", load)
+    with pytest.raises(TimeoutError, match="the database does not answer"):
+        ray_pool.described([])
 
 
 def test_actors_answer_as_the_judge_does(judge):

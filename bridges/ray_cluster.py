@@ -68,7 +68,7 @@ def join(
     if ray.is_initialized() and is_gone():
         ray.shutdown()
     if ray.is_initialized():
-        if address not in (None, _joined.get("address")):
+        if address not in (None, _joined.get("address"), cluster_address()):
             raise UserError(f"expected the cluster that this process is on already, {cluster_address()}")
         return
     if address is not None and not answers(address, http2=True):
@@ -110,6 +110,7 @@ def join(
 def leave() -> None:
     """End a run's pools and the cluster that it started, or leave the cluster that it joined."""
     if _joined.pop("for_run", False):
+        _joined.clear()  # the next cluster of this process may be another
         leaving = threading.Thread(target=_shut_down, name=f"{ABANDONED}ray", daemon=True)
         seconds = 2.0 if is_gone() else _END_SECONDS
         leaving.start()

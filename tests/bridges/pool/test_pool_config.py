@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 from support.imports import ROOT
 
+from bridges import ray_cluster
 from bridges.judges.open_clip import OpenClip
 from bridges.ray_pool import JudgeActor, Pooled, placed
 from grpo_jax.config.fields import identity
@@ -112,3 +114,17 @@ def test_an_actor_rounds_as_the_runs_process_does(tf32, rounding):
     for part in rounding:  # torch's own default allows TF32 in convolutions alone
         part.allow_tf32 = not tf32
     assert JudgeActor(Rounding(), "gpu:0", "", 0.0, (False, tf32))._loaded == (tf32, tf32)
+
+
+def test_the_cluster_that_a_process_is_on_is_known_by_its_address(monkeypatch):
+    """It may be one that Python joined before, or between two runs."""
+    ray = types.SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(ray_cluster, "_joined", {"address": "10.0.0.6:6379", "for_run": True})
+    monkeypatch.setattr(ray_cluster, "_shut_down", lambda: None)
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda **_: ray)
+    monkeypatch.setattr(ray_cluster, "is_gone", lambda: False)
+    monkeypatch.setattr(ray_cluster, "cluster_address", lambda: "10.0.0.5:6379")
+    ray_cluster.leave()
+    ray_cluster.join("10.0.0.5:6379")
+    with pytest.raises(UserError, match=r"expected the cluster that this process is on already, 10\.0\.0\.5:6379"):
+        ray_cluster.join("10.0.0.6:6379")

@@ -34,6 +34,7 @@ class Settings:
         names, count, iterations = self.objectives, len(self.objectives), self.iterations
         require(self.algorithm in ("grpo", "gdpo", "ppo"), "algorithm", "grpo, gdpo or ppo", self.algorithm)
         require(self.group_size > 1, "group_size", "at least 2 episodes to compare", self.group_size)
+        require(self.epochs > 0, "epochs", "at least 1 pass", self.epochs)
         known = bool(names) and set(names) <= set(OBJECTIVES) and len(set(names)) == count
         require(known, "objectives", f"one or more of {', '.join(OBJECTIVES)}, each once", ",".join(names))
         require(len(self.weights) in (0, count), "weights", f"none or {count} numbers", self.weights)

@@ -143,6 +143,7 @@ def test_a_mistake_is_one_line(words, message, tmp_path, capsys):
     [
         ({"algorithm": "GRPO"}, "algorithm: expected grpo, gdpo or ppo, got 'GRPO'"),  # it trained like gdpo
         ({"group_size": 1}, "group_size: expected at least 2 episodes to compare, got 1"),  # no advantage at all
+        ({"epochs": 0}, "epochs: expected at least 1 pass, got 0"),  # no update at all
     ],
 )
 def test_settings_that_would_train_on_something_else_are_refused(fields, message):

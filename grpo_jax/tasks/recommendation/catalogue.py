@@ -153,7 +153,7 @@ def _sequences(
 def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, str] | None = None) -> Sequences:
     """Read events, a CSV with user_id, item_id and timestamp, or ratings in MovieLens's format.
 
-    A user's items are sorted by time, a number or ISO 8601; events of the same second keep the order of the file. Only
+    A user's items are sorted by time, a number or ISO 8601; events of the same time keep the order of the file. Only
     a user's first event with an item counts, and users with fewer than two items are skipped; ``notes`` has both
     numbers. ``columns`` is `data.columns`. UserError for bad lines.
     """
@@ -167,8 +167,8 @@ def read_events(path: str | Path, catalogue: Catalogue, columns: Mapping[str, st
         except (ValueError, OverflowError):
             problems.add(f"line {line}: expected a timestamp that is a number or ISO 8601, got {row['timestamp']!r}")
             time = 0.0
-        if not user or time != time:
-            problems.add(f"line {line}: a blank user or a timestamp that is NaN")
+        if not (user and abs(time) < float("inf")):
+            problems.add(f"line {line}: a blank user or a timestamp that is not finite")
         elif item not in catalogue.rows:
             problems.add(f"line {line}: user {user}: item {item} not in the catalogue")
         events.setdefault(user, []).append((time, item))

@@ -193,8 +193,9 @@ def test_purchases_of_a_shop_have_names_and_times_of_their_own(tmp_path):
         ("1,b,4,soon", "line 3: expected a timestamp that is a number or ISO 8601, got 'soon'"),
         ("1,z,4,3", "line 3: user 1: item z not in the catalogue"),
         ("1,c", "line 3: expected 4 fields as in the header, got 2"),
-        (",d,1,1", "line 3: a blank user or a timestamp that is NaN"),
-        ("1,e,1,nan", "line 3: a blank user or a timestamp that is NaN"),
+        (",d,1,1", "line 3: a blank user or a timestamp that is not finite"),
+        ("1,e,1,nan", "line 3: a blank user or a timestamp that is not finite"),
+        ("1,e,1,infinity", "line 3: a blank user or a timestamp that is not finite"),
     ],
 )
 def test_a_bad_rating_is_told_with_its_line(line, said, tmp_path):

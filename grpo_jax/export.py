@@ -30,14 +30,14 @@ def _export(options: argparse.Namespace) -> None:
     from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
     from grpo_jax.runs.policy import restore_policy
 
+    if options.private and not options.push_to_hub:
+        raise UserError("--private: it is for a repository of --push_to_hub")
     if options.renderer:
         alone = not (options.adapters or options.dtype or options.push_to_hub)
         require(alone, "--renderer", "no --adapters, --dtype or --push_to_hub, which are the policy's", "them")
         return _export_renderer(options)
     if options.adapters and options.dtype:
         raise UserError("--adapters: adapters are float32, --dtype is for the whole policy")
-    if options.private and not options.push_to_hub:
-        raise UserError("--private: it is for a repository of --push_to_hub")
     if options.push_to_hub:
         require_hub(options.push_to_hub)
     config, policy, meta = restore_policy(options.run, options.checkpoint)

@@ -118,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     description = "Print a policy's greedy answer to each prompt, or the prompt itself if the answer is invalid."
     parser = run_parser("predict", description)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
+    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="Prompts; prints the answer to each as it is.")
     source.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
     add, drawn = parser.add_argument, "Draw each answer too, with the run's renderer: FOLDER/0.png, …."
     add("--picture", nargs="+", default=[], metavar="FILE", help="Pictures of every prompt.")

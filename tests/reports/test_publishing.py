@@ -176,6 +176,7 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(hub, tmp_path, capsy
         return capsys.readouterr().err
 
     assert refused("--private") == "error: --private: it is for a repository of --push_to_hub\n"
+    assert refused("--renderer", "--private") == "error: --private: it is for a repository of --push_to_hub\n"
     for name in ("a/b/c", "true", "me/.."):
         given = ["--push_to_hub", name]
         assert refused(*given) == f"error: push_to_hub: expected OWNER/NAME of a repository, got {name}\n"

@@ -1,13 +1,16 @@
 """report.html: charts at the right values, one self-contained page, and the result."""
 
+import datetime
+import json
 import re
+from decimal import Decimal
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from grpo_jax.reports.charts import charts_of, draw, number
-from grpo_jax.reports.page import RunEnd, completions_table, render, render_report
+from grpo_jax.reports.page import RunEnd, completions_table, render, render_report, write_end
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
 from grpo_jax.tasks.task import Chart, Curve, Display, GalleryEntry, Table
@@ -129,6 +132,14 @@ def test_completions_of_some_iterations_are_there(tmp_path):
     assert [row[2] for row in table.rows[::40]] == [1, 11, 21, 30] and len(table.rows) == 160
     page = render_report("a run", {}, completions=table)
     assert "x" * 1999 + "…" in page and "x" * 2000 not in page
+
+
+def test_a_table_may_hold_any_values(tmp_path):
+    run, day = RunDirectory(tmp_path), datetime.date(2026, 11, 30)
+    table = Table("Days", ("day", "paid"), [[day, Decimal("1.5")]])
+    write_end(run, RunEnd(tables=[table]))
+    assert json.loads(run.end.read_text())["tables"][0]["rows"] == [["2026-11-30", "1.5"]]
+    assert "2026-11-30" in render("table", *table[:3])
 
 
 def test_a_page_without_pictures_or_rows(tmp_path):

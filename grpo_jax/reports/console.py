@@ -42,8 +42,8 @@ class LastingStream(io.TextIOBase):
             return None
 
     def write(self, text: str) -> int:
-        """Write, if still possible."""
-        self._try("write", text)
+        """Write, if still possible, with escapes for characters that the stream's encoding lacks."""
+        self._try("write", text.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
     def flush(self) -> None:

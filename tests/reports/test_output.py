@@ -120,3 +120,12 @@ def test_the_time_that_is_left_is_not_that_of_compiling(tmp_path, monkeypatch):
             update(step, ROW)
     console.close()
     assert re.findall(r"(?:  eta (\S+))?\n", (tmp_path / "log").read_text()) == ["", "0:00:16", "0:00:14"]
+
+
+def test_a_terminal_without_a_character_stays_a_terminal():
+    """An encoding error is a ValueError, as that of a closed stream."""
+    written = io.BytesIO()
+    stream = reporting.LastingStream(io.TextIOWrapper(written, encoding="latin-1", write_through=True))
+    stream.write("reward 0.5 ±0.1 – \ud800")
+    stream.write(" and more")
+    assert written.getvalue() == b"reward 0.5 \xb10.1 \\u2013 \\ud800 and more" and not stream.lost

@@ -63,6 +63,10 @@ def test_every_place_is_a_field_that_takes_a_value():
         assert all(config[field] == value for field, value in given.items() if field in config and value is not None)
 
 
+def test_epsilon_is_both_bounds_as_in_trl():
+    assert GRPO_CONFIG["epsilon"].startswith("algorithm.clip_low, algorithm.clip_high; both")
+
+
 def test_the_page_has_the_table():
     spec = importlib.util.spec_from_file_location("make_trl_page", ROOT / "docs" / "make_trl_page.py")
     page = importlib.util.module_from_spec(spec)

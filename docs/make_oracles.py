@@ -57,6 +57,8 @@ token's advantage moves that token |
 | dual clip (`delta`) below 1 + high | also clips the ratio of positive advantages | bounds negative advantages only |
 | entropy bonus with a mask of high-entropy tokens | mean over the selected tokens | mean over all tokens |
 | entropy quantile that falls on a token | float32 rounding may exclude that token | includes the token |
+| importance weights with a mask | drops weights below `vllm_importance_sampling_clip_min`, by default none | drops \
+weights below 1 / cap |
 | NaN from the sampler, in importance weights | gets weight 1 | stays NaN |
 | missing reward in a sum | counts as 0 | counts as its group's mean of that reward |
 """

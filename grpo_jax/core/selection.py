@@ -136,8 +136,8 @@ def importance_weights(
     The ratio ρ is that of each token, or the product over the whole row. An inference engine in another precision
     samples from a slightly different policy. From "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (https://fengyao.notion.site/off-policy-rl). Pass them to `grpo_loss` as `token_weights`. They are
-    constants to gradients. They equal TRL's `vllm_importance_sampling_mode`, except for a NaN from the sampler: it
-    stays NaN here, while TRL gives such a token weight 1.
+    constants to gradients. They equal TRL's with `vllm_importance_sampling_clip_min` 1 / cap for a mask (by default it
+    has none), except for a NaN from the sampler: it stays NaN here, while TRL gives such a token weight 1.
 
     Args:
         old_logprobs: `[.., T]`, floating: the trainer's, of the policy that sampled the tokens.

@@ -129,6 +129,16 @@ def test_a_quantile_that_falls_on_a_token_may_lose_it_in_trl(x64):
     assert int(trainer().get_high_entropy_mask(tensor(entropy), tensor(mask).long(), 0.6).sum()) == 8
 
 
+def test_a_mask_has_no_lower_bound_by_default_in_trl(x64):
+    parts = policy_batch(0)
+    parts["sampler"] = parts["old"] + 2  # a ratio of .14, below 1 / 3
+    ours = importance_weights(parts["old"], parts["sampler"], parts["mask"], cap=3.0, mode="token_mask")
+    options = sampler_options("token_mask", 3.0) | {"vllm_importance_sampling_clip_min": None}
+    theirs = trl_scored(np.zeros((2, 3, 1)), parts=parts, **options)["importance_sampling_ratio"]
+    assert ours[0, 0] == 0
+    np.testing.assert_allclose(theirs[0, 0], np.exp(-2))
+
+
 def test_an_unknown_probability_is_right_in_trl(x64):
     parts = policy_batch(0)
     parts["sampler"][0, 0] = np.nan

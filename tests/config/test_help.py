@@ -11,6 +11,7 @@ from grpo_jax import __main__, train
 from grpo_jax.config.fields import walk
 from grpo_jax.config.run import TASKS, make_config
 from grpo_jax.config.sections import RewardSection
+from grpo_jax.planning.targets import TARGETS
 
 LINES, COLUMNS = 40, 100
 
@@ -53,6 +54,10 @@ def test_every_command_has_a_screen_of_its_own(words, capsys):
         assert fits(text) and text.startswith("usage: ")
         assert (f"grpo {words[0]} " if words[0] in ("train", "plan", "resume") else words[0]) in text.splitlines()[0]
     assert "max_steps         3" in text or words != ["plan", "--training.max_steps=3"]
+
+
+def test_the_screen_of_plan_names_every_target(capsys):
+    assert TARGETS.keys() <= {*re.findall(r"\w+", printed(capsys, "plan", "--help", command=__main__.main))}
 
 
 def test_a_section_has_type_value_and_sentence_of_each_field(capsys):

@@ -70,6 +70,13 @@ def test_a_room_imports_only_from_the_rooms_before_it():
     refuse(OURS, wrong, types=True)
 
 
+def test_the_page_has_the_rooms_in_this_order():
+    page = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    (listing,) = re.findall(r"^grpo_jax/\n((?:  .*\n)+)", page, re.MULTILINE)
+    assert [room_of(f"grpo_jax.{name}") for name in re.findall(r"^  (\w+)", listing, re.MULTILINE)] == list(ROOMS)
+    assert all((ROOT / "grpo_jax" / name).is_file() for name in re.findall(r"\w+\.py", listing.replace("task.py", "")))
+
+
 def test_no_circle_of_modules():
     """Imports inside functions and for types count."""
     graph = {name: {target(found.module) for found in imports_of(name, True)} & FILES.keys() - {name} for name in FILES}

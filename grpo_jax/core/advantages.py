@@ -352,10 +352,10 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
         ValueError: another rank, or weights of another length.
     """
     rewards = as_float("rewards", rewards, ndim=3)
-    present = ~jnp.isnan(rewards)
     weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
+    present = ~jnp.isnan(rewards) & (weights != 0)
     total = jnp.sum(jnp.where(present, rewards, group_mean(rewards, present)) * weights, axis=-1)
-    return jnp.where((present & (weights != 0)).any(axis=-1), total, jnp.nan)
+    return jnp.where(present.any(axis=-1), total, jnp.nan)
 
 
 def gdpo_advantages(
@@ -395,8 +395,8 @@ def gdpo_advantages(
     if whiten == "token" and mask is None:
         raise ValueError("mask must be given for whiten='token': it says how many tokens each row has")
     weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
-    terms = _scaled(rewards, eps, axis=1) * weights
     counted = weights != 0
+    terms = _scaled(jnp.where(counted, rewards, jnp.nan), eps, axis=1) * weights
     rows = (~jnp.isnan(rewards) & counted).any(axis=-1)
     alive = (_signal(rewards) & counted).any(axis=-1)
     votes = jnp.ones(rows.shape, rewards.dtype)

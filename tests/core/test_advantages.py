@@ -188,6 +188,12 @@ def test_sum_of_rewards():
     np.testing.assert_allclose(sum_rewards(rewards, weights=(0.0, 1.0)), unweighted)
 
 
+@pytest.mark.parametrize("combine", [sum_rewards, gdpo_advantages])
+def test_an_objective_of_weight_0_may_be_infinite(combine):
+    rewards = np.array([[[1.0, np.inf], [2.0, -np.inf], [4.0, 3.0]]], np.float32)
+    np.testing.assert_array_equal(combine(rewards, weights=(1.0, 0.0)), combine(rewards[..., :1]))
+
+
 @given(hnp.arrays(np.float32, (2, 3, 3), elements=maybe))
 def test_conditions_are_the_loop(rewards):
     """0 waits for 1, which waits for 2."""

@@ -93,13 +93,14 @@ def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Arra
     Args:
         lengths: int `[..]`, tokens of each completion, including EOS.
         limit: length with the full punishment.
-        buffer: number of tokens over which it grows.
+        buffer: number of tokens over which it grows, at least 1.
 
     Returns:
         `[..]`, float32, from -1 to 0.
     """
-    lengths = jnp.asarray(lengths)
-    return jnp.clip((limit - buffer - lengths.astype(jnp.float32)) / buffer, -1.0, 0.0)
+    if buffer < 1:
+        raise ValueError(f"buffer must be at least 1, got {buffer}")
+    return jnp.clip((limit - buffer - jnp.asarray(lengths, jnp.float32)) / buffer, -1.0, 0.0)
 
 
 def discounted_returns(rewards: ArrayLike, *, gamma: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:

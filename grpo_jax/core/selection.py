@@ -76,8 +76,7 @@ def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> j
         return mask
     ordered = jnp.sort(jnp.where(mask, entropy, jnp.inf), axis=None)
     place = (1 - share) * jnp.maximum(count(mask, dtype=entropy.dtype) - 1, 0)
-    lower = jnp.floor(place).astype(jnp.int32)
-    upper = jnp.ceil(place).astype(jnp.int32)
+    lower, upper = (end(place).astype(jnp.int32) for end in (jnp.floor, jnp.ceil))
     below, above = ordered[lower], ordered[upper]
     step = select(upper > lower, above - below)  # an empty mask would give inf - inf
     threshold = below + (place - lower.astype(place.dtype)) * step

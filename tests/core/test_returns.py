@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.core.returns import discounted_returns, gae_advantages, kl_penalised_rewards, normalised_returns
+from grpo_jax.core.returns import (
+    discounted_returns,
+    gae_advantages,
+    kl_penalised_rewards,
+    normalised_returns,
+    overlong_penalty,
+)
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -130,3 +136,8 @@ def test_penalised_rewards_are_constants_to_gradients():
     scores, logprobs, ref, mask = penalised_batch(2)
     slope = jax.jit(jax.grad(lambda x: kl_penalised_rewards(scores, x, ref, mask, kl_coef=0.3).sum()))(logprobs)
     np.testing.assert_array_equal(slope, 0)
+
+
+def test_a_length_penalty_grows_over_a_token_at_least():
+    with pytest.raises(ValueError, match="buffer must be at least 1, got 0"):
+        overlong_penalty(jnp.array([9, 10]), limit=10, buffer=0)  # 0 / 0 at 10 was NaN, a missing reward

@@ -132,9 +132,9 @@ def raft_advantages(rewards: ArrayLike) -> jax.Array:
 
         A[p, g] = 1 / number of best completions if g is one of the best of group p, else 0
 
-    From RAFT (https://arxiv.org/abs/2304.06767). On-policy, the gradient of `grpo_loss` equals that of `sft_loss` on
-    the best completions. With the clipped ratio it is RAFT++ (https://arxiv.org/abs/2504.11343). RAFT itself also
-    trains on groups without signal.
+    From RAFT (https://arxiv.org/abs/2304.06767). On-policy, the gradient of `grpo_loss` is 1 / G of that of `sft_loss`
+    on the best completions, if all are equally long and each group has signal. With the clipped ratio it is RAFT++
+    (https://arxiv.org/abs/2504.11343). RAFT itself also trains on groups without signal.
 
     Args:
         rewards: `[P, G]`, floating; NaN is missing.

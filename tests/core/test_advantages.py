@@ -18,6 +18,7 @@ from grpo_jax.core.advantages import (
     raft_advantages,
     sum_rewards,
 )
+from grpo_jax.core.losses import grpo_loss, sft_loss
 from grpo_jax.core.returns import normalised_returns
 
 gdpo_advantages, group_advantages, batch_whitened_advantages, leave_one_out_advantages = map(
@@ -186,6 +187,14 @@ def test_sum_of_rewards():
     np.testing.assert_allclose(sum_rewards(rewards, weights=(10.0, 1.0)), expected)
     unweighted = [[2.0, 3.0, nan], [nan] * 3]  # an objective of weight 0 is as good as absent
     np.testing.assert_allclose(sum_rewards(rewards, weights=(0.0, 1.0)), unweighted)
+
+
+def test_raft_has_the_gradient_of_supervision_on_the_best():
+    rewards, logprobs = np.float32([[0, 3, 1, 2], [5, 0, 0, 0]]), np.full((2, 4, 3), -1.0, np.float32)
+    mask = np.ones(logprobs.shape, bool)
+    rl = jax.grad(lambda x: grpo_loss(x, logprobs, raft_advantages(rewards), mask)[0])(logprobs)
+    sft = jax.grad(lambda x: sft_loss(x, mask & (rewards == rewards.max(1, keepdims=True))[..., None])[0])(logprobs)
+    np.testing.assert_allclose(rl, sft / 4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("combine", [sum_rewards, gdpo_advantages])

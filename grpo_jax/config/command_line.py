@@ -137,7 +137,7 @@ def load_config(path: Path) -> Config:
 
 def _default_files(own: Mapping[str, str], helping: bool) -> list[Path]:
     run_dir, task = own.get("run_dir"), own.get("task", own.get(f"task.{KEY}"))
-    if own.get("resume") == "true" and (run_dir is not None or not helping):
+    if own.get("resume", "").lower() in ("true", "yes", "on", "1", "t", "y") and (run_dir is not None or not helping):
         if run_dir is None:
             raise UserError("--resume: give the run's folder by --run_dir DIR")
         saved = Path(os.path.expanduser(run_dir)) / "config.yaml"

@@ -84,8 +84,9 @@ def test_without_a_config_it_is_the_tasks_default_or_the_run_that_is_resumed(tmp
     assert parse(["--task", "text"]) == make_config(task="text")
     (tmp_path / "config.yaml").write_text("seed: 11\ntask: text\n")
     for form in (["--run_dir", str(tmp_path)], [f"--run_dir={tmp_path}"]):
-        config = parse(["--resume", *form])
-        assert config.seed == 11 and config.resume and config.run_dir == str(tmp_path)
+        for resume in ("--resume", "--resume=True", "--resume=yes"):
+            config = parse([resume, *form])
+            assert config.seed == 11 and config.resume and config.run_dir == str(tmp_path)
     with pytest.raises(UserError, match="--resume: give the run's folder by --run_dir DIR"):
         parse(["--resume"])
 

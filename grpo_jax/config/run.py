@@ -149,8 +149,9 @@ class Config(Section):
         subsets = algorithm.advantage != "max_at_k" or 2 <= algorithm.best_of <= section.group_size
         self.require(subsets, "algorithm.best_of", "2 to sampling.group_size with advantage 'max_at_k'")
         fits = algorithm.overlong_buffer <= section.max_new_tokens
-        longest = f"at most sampling.max_new_tokens = {section.max_new_tokens}"
-        self.require(fits, "algorithm.overlong_buffer", longest)
+        self.require(fits, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {section.max_new_tokens}")
+        read = not algorithm.teacher or not algorithm.learns_values or algorithm.kl_coef + self.ppo.kl_coef > 0
+        self.require(read, "algorithm.teacher", "none with advantage 'gae' and no KL (kl_coef, ppo.kl_coef)")
         chat = section.turns == 1 or self.data.form != "append"
         self.require(chat, "sampling.turns", "1 with data.form append, which continues the prompt")
 
@@ -180,8 +181,7 @@ class Config(Section):
         )
         self.require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor)
         validates = not training.early_stopping_patience or self.evaluation.every > 0
-        never = "0 with evaluation.every 0, which never validates"
-        self.require(validates, "training.early_stopping_patience", never)
+        self.require(validates, "training.early_stopping_patience", "0 with evaluation.every 0, which never validates")
         divides = training.prompts_per_batch % (training.chunk_prompts or 1) == 0
         whole = f"a divisor of prompts_per_batch = {training.prompts_per_batch}"
         self.require(divides, "training.chunk_prompts", whole)

@@ -110,6 +110,7 @@ sampling.group_size=4 | sampling.group_size: expected an option; write --samplin
 --algorithm.advantage=gae --algorithm.zero_variance_groups=drop | algorithm.zero_variance_groups: expected 'keep' with
 --algorithm.importance_cap=.5 | algorithm.importance_cap: expected null, 0 or a number >= 1, got 0.5
 --algorithm.teacher=folder | algorithm.teacher: expected none with advantage 'gdpo' and kl_coef 0, which do not read it
+--algorithm.advantage=gae --algorithm.teacher=a | algorithm.teacher: expected none with advantage 'gae' and no KL
 --algorithm.advantage=opd --algorithm.teacher=a --algorithm.update_ref_every=1 | algorithm.update_ref_every: expected 0
 --algorithm.surrogate.dual=.5 | algorithm.surrogate.dual: expected a number > 1, got '.5'
 --algorithm.surrogate.delta=5 | algorithm.surrogate.delta: no such field; here it is algorithm.surrogate.dual

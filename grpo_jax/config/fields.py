@@ -46,6 +46,10 @@ class Argument(str):
 
 
 def _yaml_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = {name: _yaml_value(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        value = [*map(_yaml_value, value)]
     if not isinstance(value, Argument):
         return checked(value)
     try:
@@ -56,7 +60,6 @@ def _yaml_value(value: Any) -> Any:
 
 Options = dict[str, Annotated[Any, BeforeValidator(_yaml_value)]]
 """Keyword arguments of undeclared types."""
-
 
 Each = BeforeValidator(lambda one: [*filter(None, map(str.strip, one.split(",")))] if isinstance(one, str) else one)
 """Mark of a list that may be given as text, with commas between its entries."""

@@ -157,13 +157,13 @@ def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) ->
         wrong = f"nested deeper than {DEEPEST} levels" if depth > DEEPEST else ""
         if count > most:
             wrong = wrong or f"it stands for more than {most:,} entries"
-        elif isinstance(entry, str):
+        elif type(entry) is str:
             require_text(entry)
         elif isinstance(entry, Mapping):
             pending += [(one, depth + 1) for pair in entry.items() for one in pair]
         elif isinstance(entry, list | tuple):
             pending += [(one, depth + 1) for one in entry]
-        elif not isinstance(entry, int | float | None):
+        elif type(entry) not in (bool, int, float, type(None)):
             wrong = f"{short_repr(entry)} is a {type(entry).__name__}: write a number or a list, or a text in quotes"
         elif isinstance(entry, int) and whole is not None and not -whole <= entry < whole:
             wrong = f"{short_repr(entry)} is a whole number beyond 64 bits"

@@ -66,7 +66,6 @@ def ppo_loss(
         advantages,
         mask,
         surrogate=Clip(clip_low, clip_high, dual_clip),
-        ratio="token",
         aggregation=aggregation,
         normaliser=normaliser,
         entropy=entropy,

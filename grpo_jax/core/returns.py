@@ -271,8 +271,7 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.
     rewards, exists = _as_turns(rewards, exists)
     there = jnp.broadcast_to(exists[..., None], rewards.shape)
     present = there & ~jnp.isnan(rewards)
-    means = group_mean(rewards, present)
-    filled = select(there, jnp.where(present, rewards, means))
+    filled = select(there, jnp.where(present, rewards, group_mean(rewards, present)))
     over_turns = [jnp.moveaxis(array, 2, -1) for array in (filled, there)]
     returns = jnp.moveaxis(discounted_returns(over_turns[0], gamma=gamma, mask=over_turns[1]), -1, 2)
     some = jnp.flip(jnp.cumsum(jnp.flip(present, 2), axis=2), 2) > 0

@@ -50,7 +50,6 @@ _ATTENTION = {"mha_forward": 2, "mha_backward": 7, "mha_preprocess_backward": 0}
 """Products of queries and keys in attention for GPUs, by name of cuDNN's or of a Pallas kernel; those for TPUs have
 none."""
 
-
 # Skip LLVM's slow passes: XLA assigns buffers before them.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,12 +128,26 @@ def test_exponents_without_a_point_are_numbers_and_stay_texts_in_quotes():
     assert given.options == {"rate": 1e-5}
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"a", frozenset("a"), np.int64(3), np.arange(2), Path("a"), len, 2**70])
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, b"a", frozenset("a"), np.int64(3), np.float64(3), [np.str_("a")], np.arange(2), Path("a"), len, 2**70],
+)
 def test_options_from_python_are_data_that_the_runs_config_keeps(value):
     """Else a run trained with them, and nothing could read its config.yaml again."""
     named = {"name": "own.py:f", "options": {"plain": (1, None, {"a": 2.5}), "k": value}}
     with pytest.raises(UserError, match=r"^rewards\[0\]\.options\.k: .*(is a |beyond 64 bits)"):
         make_config(task="text", rewards=[named])
+
+
+def test_nested_options_are_plain_data():
+    where = "--data.chat_template_options.deep"
+    config = parse(["--task=text", f"{where}.number=1", f"{where}.inner.text=low"])
+    assert config.data.chat_template_options == {"deep": {"number": 1, "inner": {"text": "low"}}}
+    assert make_config(read_yaml(to_yaml(config))) == config
+    options = {"deep": OrderedDict(a=(1, OrderedDict(b=2)))}
+    config = make_config(task="text", rewards=[{"name": "own.py:f", "options": options}])
+    assert config.rewards[0].options == {"deep": {"a": [1, {"b": 2}]}}
+    assert make_config(read_yaml(to_yaml(config))) == config
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):

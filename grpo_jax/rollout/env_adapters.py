@@ -108,7 +108,7 @@ class EnvRunner:
             final = episode.final and len(play.steps) + 1 == len(texts)
             try:
                 if play.environment is None:
-                    play.environment = self._makers[start[0]]()
+                    play.environment = await call_async(self._makers[start[0]])
                     self._check_prompt(start, await call_async(play.environment.reset, start[1]))
                 step = _checked(await call_async(self._step, play.environment, text, final))
             except BaseException as error:

@@ -68,8 +68,13 @@ def all_finished(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def call_async(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Return a function's result, awaited if it is a coroutine."""
-    returned = function(*arguments, **named)
+    """Return a function's result, awaited if it is a coroutine; it sees no running loop, so it may call asyncio.run."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        returned = function(*arguments, **named)
+    finally:
+        asyncio._set_running_loop(loop)
     return await returned if inspect.isawaitable(returned) else returned
 
 

@@ -1,5 +1,6 @@
 """Environment classes: one step per turn, replay after a stop, several kinds."""
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -160,6 +161,33 @@ def test_the_demo_plays_held_out_episodes_and_refuses_other_prompts(run):
         assert "seen" in episode.turns[0].observation.text
         with pytest.raises(UserError, match="environments make their own prompts; choose a held-out prompt"):
             session.row("b", 1)
+
+
+def test_plain_methods_may_call_asyncio_run():
+    """As in TRL, and as a browser's synchronous interface does; the tasks of the common loop continue after them."""
+
+    async def plus(number, more):
+        await asyncio.sleep(0)
+        return number + more
+
+    class World:
+        def __init__(self):
+            self.number = asyncio.run(plus(0, 1))
+
+        def reset(self, seed):
+            self.number = asyncio.run(plus(self.number, seed))
+            return "go"
+
+        async def step(self, text):
+            return str(await plus(self.number, 1)), None, False
+
+    class Plain(World):
+        def step(self, text):
+            return str(asyncio.run(plus(self.number, 1))), None, False
+
+    runner = EnvRunner({"World": World, "Plain": Plain})
+    rows = [Row(0, "go", {"environment": kind, "seed": 5}) for kind in ("Plain", "World")] * 2
+    assert runner.step(rows, [Episode((Turn(""),)) for _ in rows]) == ["7"] * 4
 
 
 def test_each_episode_steps_an_environment_of_its_own_once_for_each_text():

@@ -24,6 +24,7 @@ from grpo_jax.models.hf.chat import Tokenizer, written_call
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import EnvError, Episode, Observation
 from grpo_jax.rollout.openenv import PREFIX, tool_class
+from grpo_jax.rollout.pictures import Source
 from grpo_jax.rollout.prompts import read_content
 from grpo_jax.rollout.rewards import Columns, accepted_arguments, arguments_of
 from grpo_jax.rollout.user_code import BadReturn, all_finished, call_async
@@ -150,26 +151,39 @@ class Toolbox:
     async def call(self, text: str, environment: object = None) -> Observation | None:
         """Run the tool calls of a completion, with its episode's object; None without a call."""
         results = [await self._result(call, environment) for call in calls_in(text)]
-        return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
+        texts = tuple(text for text, _ in results)
+        pictures = tuple(picture for _, shown in results for picture in shown)
+        return Observation("\n".join(texts), pictures, messages=texts, otherwise=_TOO_LONG) if results else None
 
-    async def _result(self, call: Call, environment: object) -> str:
+    async def _result(self, call: Call, environment: object) -> tuple[str, list[Source]]:
+        """Return the text and the pictures of a call's result."""
+        pictures: list[Source] = []
         try:
             if call.problem:
                 text = f"{ERROR} {call.problem}"
             elif call.name in self._tools:
                 own = (environment,) if call.name in self._methods else ()
-                text = str(await call_async(self._tools[call.name], *own, **call.arguments))
+                result = await call_async(self._tools[call.name], *own, **call.arguments)
+                parts, pictures = read_content(result) if _is_content(result) else ((str(result),), [])
+                text = "".join(part for part in parts if isinstance(part, str))
             else:
                 text = f"{ERROR} no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
         except BaseException as error:
             if isinstance(error, EnvError) or not raised_by_user_code(error):
                 raise
             text = f"{ERROR} {_reason(error)}"
-        return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold NUL or surrogates
+        # arguments may hold NUL or surrogates
+        return text.replace("\0", "\ufffd").encode(errors="replace").decode(), pictures
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
         """Run the tool calls of each episode's last completion; an `Env` if all tools are functions."""
         return all_finished(self.call(episode.last.completion) for episode in episodes)
+
+
+def _is_content(result: object) -> bool:
+    """Return whether a result is a list of content parts, as in TRL."""
+    kinds = [part.get("type") for part in result if isinstance(part, Mapping)] if isinstance(result, list) else []
+    return bool(kinds) and len(kinds) == len(result) and {*kinds} <= {"text", "image"}
 
 
 def _reason(error: BaseException) -> str:

@@ -25,7 +25,7 @@ class Text(Task):
     """Environment between turns (sampling.turns), package.module:function or file.py:function: step(rows, episodes) →
     for each an `Observation`, a text, or None to end the episode; empty with data.tools."""
     pictures: bool = False
-    """Load the policy's vision tower, for an environment that shows pictures."""
+    """Load the policy's vision tower, for an environment or tools that show pictures."""
     seeds: PositiveCount = 1024
     """Number of prompts of a class of data.tools without data.prompts; a sixteenth as many are held out."""
 
@@ -60,10 +60,10 @@ class Text(Task):
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(setup.config)
-        if boxes:
-            return TaskData(prompts, environment=TurnEnvironment(boxes[""].step, role="tool"))
         step = load_object(self.environment, "environment") if self.environment else None
-        return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
+        environment = TurnEnvironment(step, shows_pictures=self.pictures)
+        tools = environment._replace(step=boxes[""].step, role="tool") if boxes else environment
+        return TaskData(prompts, environment=tools)
 
     def _load_classes(self, setup: TaskSetup, episodes: ToolEpisodes) -> TaskData:
         """Load the prompts, each followed by its object's first text, or get the prompts from the objects."""
@@ -82,5 +82,7 @@ class Text(Task):
         if each and setup.config.algorithm.turn_advantage == "last":
             line = "warning: only the last turn's reward trains; for each turn's set algorithm.turn_advantage return"
             setup.info("tools", f"{line} ({', '.join(each)}.reward_each_turn)")
-        environment = TurnEnvironment(episodes.runner.step, role="tool", start_episode=episodes.start_episode)
+        environment = TurnEnvironment(
+            episodes.runner.step, shows_pictures=self.pictures, role="tool", start_episode=episodes.start_episode
+        )
         return TaskData(prompts, episodes.rewards(), source=source, environment=environment)

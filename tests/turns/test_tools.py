@@ -28,13 +28,14 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import PICTURE, observation_encoder
 from grpo_jax.rollout.data import Row, messages_of
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn, as_observation
 from grpo_jax.rollout.env_adapters import ToolEpisodes
 from grpo_jax.rollout.pictures import size_of
-from grpo_jax.rollout.prompts import read_prompt
+from grpo_jax.rollout.prompts import make_prompt_set, read_prompt
 from grpo_jax.rollout.tools import Toolbox, calls_in, toolbox
 from grpo_jax.runs.evaluation import InferenceSession
 from grpo_jax.runs.loading import load
+from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
@@ -533,6 +534,29 @@ def test_every_call_has_an_answer(home):
     episodes = [Episode((Turn(text),)) for text in (call("add", a=1), "2")]
     replies = tools.step([Row(1, "a")] * 2, episodes)
     assert replies[0].messages == ("2",) and replies[1] is None
+
+
+def test_a_tool_may_return_content_parts_with_pictures():
+    """As in TRL; a list of other values is text. The option that loads the vision tower holds for tools too."""
+
+    def look() -> list:
+        """Looks."""
+        return [{"type": "text", "text": "See "}, {"type": "image", "image": Image.new("RGB", (2, 3))}]
+
+    def count() -> list:
+        """Counts."""
+        return [{"type": "circle"}]
+
+    seen = asyncio.run(Toolbox(["a", "b"], [look, count]).call(call("look") + call("count")))
+    assert seen.messages == ("See ", "[{'type': 'circle'}]") and [size_of(one) for one in seen.pictures] == [(3, 2)]
+    assert as_observation(seen).pictures
+
+    for tools in ([look], [Waiting]):
+        config = make_config(
+            task={"kind": "text", "pictures": True}, data={"tools": tools, "prompts": "x"}, sampling={"turns": 2}
+        )
+        setup = TaskSetup(config, make_prompt_set([{"prompt": "a", "number": 1}]), lambda *_: None)
+        assert config.task.load(setup).environment.shows_pictures
 
 
 def test_functions_of_all_kinds_are_tools(home):

@@ -236,7 +236,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run, which a resume continues: the run directory stores its id."""
+    """The Weights & Biases run that Python has started, as in transformers, or one that a resume continues."""
 
     def __init__(self, run: RunDirectory, config: Values):
         """Start or continue the run; UserError if wandb refuses."""
@@ -247,13 +247,16 @@ class WeightsAndBiases:
         identity = read_text(id_file).strip() if id_file.exists() else f"{time.time_ns():x}"
         project = os.environ.get("WANDB_PROJECT", "grpo_jax")
         named: dict[str, Any] = {"project": project, "name": run.path.name, "dir": str(run.path), "id": identity}
+        active = getattr(wandb, "run", None)
+        self._ends = active is None
         try:
-            self._run = wandb.init(**named, resume="allow", config=dict(config))
+            self._run = active or wandb.init(**named, resume="allow")
+            self._run.config.update(dict(config), allow_val_change=True)
         except Exception as error:
             reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
             hint = "run `wandb login`, or set WANDB_MODE=offline"
             raise UserError(f"report_to: wandb does not start ({reason}); {hint}") from error
-        write_atomically(id_file, identity)
+        write_atomically(id_file, self._run.id)
 
     def write(self, step: int, metrics: Values) -> None:
         """Log the numbers of a row."""
@@ -261,7 +264,7 @@ class WeightsAndBiases:
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Log the first completions as a table, with the iteration's numbers."""
-        first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
+        first = {name: finite(column[:_COMPLETIONS]) for name, column in columns.items()}
         cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
         table = self._wandb.Table(columns=list(cells), data=[list(row) for row in zip(*cells.values(), strict=True)])
         self._run.log({"completions": table}, step=step)
@@ -276,8 +279,9 @@ class WeightsAndBiases:
             self._run.log({"gallery": images})
 
     def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        """Finish the run, unless Python does."""
+        if self._ends:
+            self._run.finish()
 
 
 def numbers(metrics: Values) -> dict[str, float]:
@@ -287,7 +291,3 @@ def numbers(metrics: Values) -> dict[str, float]:
         for name, value in metrics.items()
         if name != "step" and value is not None and not isinstance(value, str) and math.isfinite(float(value))
     }
-
-
-def _plain(value: Any) -> object:
-    return value.item() if hasattr(value, "item") else value

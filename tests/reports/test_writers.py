@@ -61,6 +61,18 @@ def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
         write(tmp_path / "run", "wandb", [])
 
 
+def test_a_wandb_run_that_python_has_started_gets_the_metrics_and_goes_on(tmp_path, monkeypatch):
+    logged, config, ended = [], {}, []
+    own = types.SimpleNamespace(
+        id="sweep7", log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(True),
+        config=types.SimpleNamespace(update=lambda values, allow_val_change: config.update(values)),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=own))
+    write(tmp_path / "run", "wandb", [{"step": 1, "loss": 0.5}])
+    assert logged == [(1, {"loss": 0.5})] and config["report_to"] == ["wandb"] and not ended
+    assert (tmp_path / "run" / "wandb_id").read_text() == "sweep7"
+
+
 def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
     """By wandb itself, which writes to the disk where it is offline."""
     monkeypatch.setenv("WANDB_MODE", "offline")

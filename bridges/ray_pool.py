@@ -252,9 +252,10 @@ class RayPool:
         waiting, answers, lost = deque(range(len(requests))), [None] * len(requests), Counter()
         while sent or waiting:
             while waiting and self._free:
-                number, handle = waiting.popleft(), self._free.popleft()
+                number, handle = waiting.popleft(), self._free[0]
                 answer = handle.answer.options(max_task_retries=0)  # Ray would retry on the same actor
                 sent[attempt(answer.remote, method, *requests[number])] = number, handle
+                self._free.popleft()  # an actor stays free if its batch cannot be sent
             if not (sent or self._away):
                 raise PoolLost(f"no actor is left; the last: {self._last}")
             left = max(deadline - time.monotonic(), 0.0)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from grpo_jax.runs.evaluation import InferenceSession
 
 _HOST = "127.0.0.1"
-_EXAMPLES = 6
 _NONE = "none"
 _LARGEST = 2**20  # maximum bytes of a request
 _STYLE = """
@@ -155,7 +154,7 @@ def make_page(session: InferenceSession, options: argparse.Namespace, names: Seq
 
     from grpo_jax.reports.page import style
 
-    examples = [[row.prompt, row.id] for row in session.ctx.test_rows[:_EXAMPLES]]
+    examples = [[row.prompt, row.id] for row in session.ctx.test_rows[:6]]
     own = style().replace(":root", ":scope").replace("body {", ":scope {")
     scoped = f"<style>@scope (.answer) {{ {own} {_STYLE} }}</style>"
 

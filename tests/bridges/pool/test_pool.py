@@ -6,6 +6,7 @@ Starting actors is slow: one pool of two serves all tests, in their order; what 
 import inspect
 import sys
 import sysconfig
+import types
 import venv
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def test_a_timeout_of_the_judge_is_not_the_pools(monkeypatch):
     monkeypatch.setattr(ray_pool, "attempt", load)
     with pytest.raises(TimeoutError, match="the database does not answer"):
         ray_pool.described([])
+
+
+def test_a_batch_that_cannot_be_sent_costs_no_actor(monkeypatch):
+    def send(*_):
+        raise TypeError("cannot pickle '_thread.lock' object")
+
+    answer = types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=send))
+    monkeypatch.setattr(ray_pool, "attempt", lambda call, *arguments: call(*arguments))
+    pool = ray_pool.RayPool("judges.odd", [types.SimpleNamespace(answer=answer)], ("odd", {}, ["lengths"], None))
+    for _ in range(2):  # as of on_judge_error: missing
+        with pytest.raises(TypeError, match="cannot pickle"):
+            pool.lengths(["a"])
 
 
 def test_actors_answer_as_the_judge_does(judge):

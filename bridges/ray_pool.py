@@ -94,6 +94,7 @@ class JudgeActor:
     def __init__(self, judge: Any, device: str, folder: str, timeout: float, kernels: tuple[bool, bool]):
         """Take "cpu" or "gpu:0", the run's folder, a batch's seconds, and if torch is deterministic and uses TF32."""
         self._judge, self._device, self._folder, self._timeout, self._kernels = judge, device, folder, timeout, kernels
+        self._runner = asyncio.Runner()  # one event loop for all batches, to which a client may be bound
 
     @functools.cached_property
     def _loaded(self) -> Any:
@@ -133,7 +134,7 @@ class JudgeActor:
         try:
             own = {name: _copied(value, device) for name, value in keywords.items()}
             value = call(*[_copied(one, device) for one in arguments], **own)
-            return _copied(asyncio.run(value) if inspect.iscoroutine(value) else value)
+            return _copied(self._runner.run(value) if inspect.iscoroutine(value) else value)
         except (SystemExit, KeyboardInterrupt) as error:  # must not end the actor
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:

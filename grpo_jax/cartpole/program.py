@@ -93,10 +93,9 @@ def _append(path: Path, end: int, metrics: Metrics, measures: Metrics) -> None:
     returns = np.asarray(measures["episode_return"])
     last = {f"evaluation/{name}": float(np.mean(values)) for name, values in measures.items()}
     last |= {"evaluation/lowest": float(returns.min()), "evaluation/highest": float(returns.max())}
-    last |= {"solved": int((returns >= SOLVED).sum())}
     columns = [column.tolist() for column in table.values()]  # None where no seed has a number
     rows = [dict(zip(table, values, strict=True)) for values in zip(*columns, strict=True)]
-    rows[-1] |= last
+    rows[-1] |= last | {"solved": int((returns >= SOLVED).sum())}
     with open(path, "a", encoding="utf-8") as file:
         for step, row in enumerate(rows, end - len(rows) + 1):
             file.write(json.dumps({"step": step} | row) + "\n")

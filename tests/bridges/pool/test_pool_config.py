@@ -1,5 +1,6 @@
 """The fields of a pool beside a judge's own: reading, refusals, help and saving, without Ray."""
 
+import asyncio
 import copy
 import pickle
 import types
@@ -128,3 +129,22 @@ def test_the_cluster_that_a_process_is_on_is_known_by_its_address(monkeypatch):
     ray_cluster.join("10.0.0.5:6379")
     with pytest.raises(UserError, match=r"expected the cluster that this process is on already, 10\.0\.0\.5:6379"):
         ray_cluster.join("10.0.0.6:6379")
+
+
+class Connected(Judge):
+    """A judge whose client is bound to the event loop of its first call."""
+
+    def load(self, device):
+        loops = []
+
+        async def score(texts):
+            loops.append(asyncio.get_running_loop())
+            return [float(loop is loops[0]) for loop in loops]
+
+        return score
+
+
+def test_an_actor_keeps_one_event_loop_for_all_batches():
+    actor = JudgeActor(Connected(), "cpu", "", 0.0, (False, False))
+    with actor._runner:
+        assert [actor.answer("", (["a"],), {}) for _ in range(3)] == [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0]]

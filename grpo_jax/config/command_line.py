@@ -59,8 +59,8 @@ memory, devices and the length of the run may change.
 usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of grpo train …]
 
 Show the memory of each device and whether the run fits, without training. --target compiles for an
-absent device: h100, h200, b200, a100, a6000, rtx6000pro, rtx4090, l4, t4, v5e, v6e or v5p; h100:8 is
-eight. Exit code: 0 if it fits, 1 if not.
+absent device: h100, h200, b200, a100, a6000, rtx6000pro, rtx4090, l4, t4, v5e, v6e or v5p; h100:8
+means eight. Exit code: 0 if it fits, 1 if not.
 
   grpo plan --config my.yaml --device_memory_gib 80,80
   grpo plan --config my.yaml --target h100

@@ -181,10 +181,11 @@ class OneOf:
 
     def make(self, value: Any) -> Section:
         """Make the object; pydantic adds the mistakes in its fields to the config's, with their paths."""
-        if isinstance(value, Section):
-            return value
-        fields = value if isinstance(value, Mapping) else {}
-        return self.class_of(value).model_validate({name: entry for name, entry in fields.items() if name != KEY})
+        if not isinstance(value, Section):
+            fields = value if isinstance(value, Mapping) else {}
+            value = self.class_of(value).model_validate({name: entry for name, entry in fields.items() if name != KEY})
+        checked(value.model_dump())  # config.yaml keeps its fields
+        return value
 
     def plain(self, value: Section) -> dict[str, Any]:
         """Return the inverse of `make`, with a kind that names the class from any working directory."""

@@ -182,9 +182,8 @@ class Config(Section):
         self.require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor)
         validates = not training.early_stopping_patience or self.evaluation.every > 0
         self.require(validates, "training.early_stopping_patience", "0 with evaluation.every 0, which never validates")
-        divides = training.prompts_per_batch % (training.chunk_prompts or 1) == 0
-        whole = f"a divisor of prompts_per_batch = {training.prompts_per_batch}"
-        self.require(divides, "training.chunk_prompts", whole)
+        fits = training.prompts_per_batch % (training.chunk_prompts or 1) == 0
+        self.require(fits, "training.chunk_prompts", f"a divisor of prompts_per_batch = {training.prompts_per_batch}")
 
 
 def find_task(value: Any) -> type:

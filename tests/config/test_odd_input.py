@@ -139,6 +139,14 @@ def test_options_from_python_are_data_that_the_runs_config_keeps(value):
         make_config(task="text", rewards=[named])
 
 
+def test_a_field_of_a_judge_is_data_that_the_runs_config_keeps(tmp_path):
+    code = "from pathlib import Path\nfrom grpo_jax import Judge\nclass Mine(Judge):\n    folder: Path = Path('x')\n"
+    (tmp_path / "mine.py").write_text(code)
+    expected = r"^judges\.mine: PosixPath\('x'\) is a PosixPath: write a number or a list, or a text"
+    with pytest.raises(UserError, match=expected):
+        make_config(task="text", judges={"mine": f"{tmp_path}/mine.py:Mine"})
+
+
 def test_nested_options_are_plain_data():
     where = "--data.chat_template_options.deep"
     config = parse(["--task=text", f"{where}.number=1", f"{where}.inner.text=low"])

@@ -42,7 +42,7 @@ class Config(Section):
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(
         default_factory=lambda: ["tensorboard"] if find_spec("tensorboard") else []
     )
-    """Metric writers beside metrics.jsonl (docs/runs.md); by default tensorboard, if it is installed."""
+    """Metric writers beside metrics.jsonl (docs/runs.md), [] for none; by default tensorboard, if it is installed."""
     deterministic: bool = resume_mutable(False)
     """Use deterministic kernels on GPUs, which are slower; CPU runs always are deterministic."""
     push_to_hub: str = resume_mutable("")

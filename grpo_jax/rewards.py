@@ -149,7 +149,9 @@ def exact_match(
         if pattern and not matches:
             return 0.0
         stated = plain((matches[-1][1] or "") if pattern else text)
-        return float(stated in map(plain, right if isinstance(right, list | tuple) else [right]))
+        rights = [*right] if isinstance(right, list | tuple) else [right]
+        rights += [int(one) for one in rights if isinstance(one, float) and one.is_integer()]  # 42.0 is 42
+        return float(stated in map(plain, rights))
 
     return [value(text, right) for text, right in zip(map(_text, completions), answer, strict=True)]
 

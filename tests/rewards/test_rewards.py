@@ -133,6 +133,8 @@ def test_an_exact_match_is_the_answer_and_nothing_else():
     assert values(rewards.exact_match, texts, right) == [1.0, 0.0, 0.0, 1.0]
     assert values(rewards.exact_match, texts, right, ignore_case=True) == [1.0, 1.0, 0.0, 1.0]
     assert values(rewards.exact_match, ["nan", "no"], [float("nan"), "no"]) == [None, 1.0]
+    whole = ["42", "42.0", "42", "4.5"]  # a column of whole numbers is one of floats in pandas if a value is missing
+    assert values(rewards.exact_match, whole, [42.0, 42.0, [1.0, 42.0], 4.5]) == [1.0] * 4
     tagged = ["<answer>no</answer> <answer>\n7 </answer>", "7", "<answer>no</answer>"]
     assert values(rewards.exact_match, tagged, [7, 7, None], pattern="<answer>(.*?)</answer>") == [1.0, 0.0, None]
     with pytest.raises(RewardError, match=r"pattern must have a group \(…\) around the answer, got 'answer'"):

@@ -132,8 +132,7 @@ def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | N
     if "prompt" not in record:
         raise ValueError(f'no "prompt" (it has {", ".join(map(short_repr, list(record)[:3])) or "nothing"})')
     row = read_prompt(record.pop("prompt"), take_pictures(record, base), base)
-    clashes = [name for name in RESERVED_COLUMNS if name in record]
-    if clashes:
+    if clashes := [name for name in RESERVED_COLUMNS if name in record]:
         raise ValueError(f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it")
     return replace(row, id=number, columns=record), split
 
@@ -178,12 +177,11 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
         _at(f'"prompt", message {number}', read_message, message, sources, base)
         for number, message in enumerate(value, 1)
     ]
-    users = [place for place, message in enumerate(messages) if message.role == "user"]
-    if not users or users[-1] != len(messages) - 1:
+    if not messages or messages[-1].role != "user":
         raise ValueError('"prompt": the last message must be the user\'s, which the policy answers')
     empty = [place for place, source in enumerate(sources) if source is None]
     if pictures and not empty:
-        first = users[0]
+        first = [message.role for message in messages].index("user")
         before = sum(part is PICTURE for message in messages[:first] for part in message.parts)
         sources[before:before] = pictures
         messages[first] = Message("user", (*[PICTURE] * len(pictures), *messages[first].parts))
@@ -192,7 +190,8 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     for place, source in zip(empty, pictures, strict=False):
         sources[place] = source
     texts = [message.text.strip() for message in reversed(messages) if message.role == "user"]
-    return Row(0, next(filter(None, texts), "(a picture)"), {}, tuple(sources), tuple(messages))
+    text = next(filter(None, texts), "(a picture)" if sources else "")
+    return Row(0, text, {}, tuple(sources), tuple(messages))
 
 
 def read_message(message: Any, sources: list[Source | None], base: Path | None) -> Message:

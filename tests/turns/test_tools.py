@@ -735,6 +735,17 @@ def test_a_reset_shows_pictures_behind_the_rows_own(chat):
     assert message.parts == (PICTURE, text, "Now ", PICTURE) or message.parts == (PICTURE, text + "Now ", PICTURE)
 
 
+def test_an_empty_conversation_is_the_text_of_its_reset():
+    """TRL's data sets for environments often have an empty user message, which `reset` fills."""
+
+    class Begins(Waiting):
+        def reset(self, **row):
+            return "Count."
+
+    row = episodes_with(Begins).start_episode(read_prompt([{"role": "user", "content": ""}], [], None))
+    assert row.prompt == "Count." and [message.text for message in messages_of(row)] == ["Count."]
+
+
 @pytest.mark.parametrize("frame", [np.zeros((1, 1, 3), np.uint8), Image.new("RGB", (1, 1))])
 def test_prompts_keep_the_pictures_that_a_class_draws_into_one_buffer(frame):
     class Draws(Waiting):

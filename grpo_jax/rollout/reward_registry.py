@@ -178,9 +178,7 @@ def require_values(rewards: ResolvedRewards, rows: Iterable[Row]) -> None:
     """Raise UserError for rows whose columns a reward's `check_row(columns)`, if it has one, refuses by ValueError."""
     for reward in (*rewards.maximised, *rewards.evaluated):
         check, problems = getattr(reward.function, "check_row", None), Problems()
-        if check is None:
-            continue
-        for row in rows:
+        for row in rows if check else ():
             try:
                 check(row.columns)
             except ValueError as error:

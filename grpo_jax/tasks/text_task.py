@@ -60,10 +60,9 @@ class Text(Task):
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(setup.config)
-        step = load_object(self.environment, "environment") if self.environment else None
-        environment = TurnEnvironment(step, shows_pictures=self.pictures)
-        tools = environment._replace(step=boxes[""].step, role="tool") if boxes else environment
-        return TaskData(prompts, environment=tools)
+        role, step = ("tool", boxes[""].step) if boxes else ("user", None)
+        step = load_object(self.environment, "environment") if self.environment else step
+        return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures, role=role))
 
     def _load_classes(self, setup: TaskSetup, episodes: ToolEpisodes) -> TaskData:
         """Load the prompts, each followed by its object's first text, or get the prompts from the objects."""

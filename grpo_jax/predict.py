@@ -37,8 +37,8 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself if the policy's answer is invalid.
-        Pictures are paths, bytes, PIL images or arrays, as in a row of the data. With several turns the run's
-        environment answers between them, and the last turn is returned.
+        Pictures are a list, or one of them: paths, bytes, PIL images or arrays, as in a row of the data. With several
+        turns the run's environment answers between them, and the last turn is returned.
 
     Raises:
         UserError: There is no such run or checkpoint, or a required package is missing.
@@ -102,7 +102,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
         try:
-            row = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
+            row = read_prompt(prompt, take_pictures({"images": pictures}, None), None)
         except ValueError as error:
             raise UserError(str(error)) from error
         tokens, mask, pictures_read = (encode_wide or encoder(rows=[row]))([row])

@@ -23,6 +23,7 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.models.hf.image_processor import PictureSettings
+from grpo_jax.predict import make_rewriter
 from grpo_jax.rollout import pictures as sources
 from grpo_jax.rollout.data import PromptSet, data_identity
 from grpo_jax.rollout.encoding import ImageProcessor, make_encode
@@ -379,3 +380,19 @@ def test_held_out_pictures_identify_a_run_by_their_content(tmp_path):
     require_same_task(earlier, data_identity(load_prompts(path)), tmp_path)  # of a version without the digest
     texts = [row | {"image": None} for row in rows]
     assert data_identity(load_prompts(texts)).keys() == earlier.keys()
+
+
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        ("absent.png", r'"images": .*absent\.png'),
+        (Path("absent.png"), r'"images": .*absent\.png'),
+        (["absent.png"], r'"images" 1: .*absent\.png'),
+        (np.zeros((4, 6, 5), np.uint8), r'"images": .*got \[4, 6, 5\]'),  # one picture, not four of its rows
+    ],
+)
+def test_a_rewriter_takes_a_list_of_pictures_or_one(pictures, message):
+    folder = SimpleNamespace(tokenizer=None, pad_id=0, config=SimpleNamespace(vocab_size=9, vision=None))
+    rewrite = make_rewriter(make_config(task="text"), SimpleNamespace(folder=folder))
+    with pytest.raises(UserError, match=message):
+        rewrite("What is this?", pictures)

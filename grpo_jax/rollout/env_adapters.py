@@ -139,8 +139,10 @@ def _checked(returned: object) -> Step:
     """Return the result of a step; BadReturn unless it is (observation, reward, done)."""
     observation, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
     number = None if reward is None else as_number(reward)
-    if (observation is None and not done) or (number is None and reward is not None):
-        expected = "(observation, reward, done), the reward finite or None, the observation no None unless it is done"
+    if number is None and reward is not None:
+        raise BadReturn(f"its reward must be a finite number or None, got {one_line(repr(reward), 60)}")
+    if observation is None and not done:
+        expected = "(observation, reward, done), the observation no None unless it is done"
         raise BadReturn(f"step must return {expected}, got {one_line(repr(returned), 60)}")
     return Step(observation, number, bool(done))
 

@@ -163,6 +163,21 @@ def test_the_demo_plays_held_out_episodes_and_refuses_other_prompts(run):
             session.row("b", 1)
 
 
+def test_a_reward_that_is_no_number_is_named():
+    """An observation before it filled the line."""
+
+    class World:
+        def reset(self, seed):
+            return "go"
+
+        def step(self, text):
+            return "a long observation " * 9, "high", False
+
+    row = Row(0, "go", {"environment": "World", "seed": 5})
+    (error,) = EnvRunner({"World": World}).step([row], [Episode((Turn(""),))])
+    assert str(error) == "its reward must be a finite number or None, got 'high'"
+
+
 def test_plain_methods_may_call_asyncio_run():
     """As in TRL, and as a browser's synchronous interface does; the tasks of the common loop continue after them."""
 

@@ -250,8 +250,7 @@ def _number_of_answer(answer: object) -> Fraction:
 
 def _number_of(text: str) -> Fraction | None:
     """Return the number of a completion."""
-    boxed = _boxed(text)
-    if boxed is not None:
+    if (boxed := _boxed(text)) is not None:
         return _only_number(boxed)
     end = max(map(text.rfind, string.digits)) + 1
     numbers = [*_NUMBER.finditer(_without_latex(text[max(0, end - 2 * _LONGEST) : end + 1]))]  # around the last number

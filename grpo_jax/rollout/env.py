@@ -37,8 +37,7 @@ class Observation:
     pictures: tuple[Source, ...] = ()  # shown to the policy before the text: torch or NumPy arrays, or PIL images
     done: bool = False  # the episode ends here, and the policy never sees the observation
     messages: tuple[str, ...] = ()  # the text as several successive messages; () for one
-    # text in its place if it exceeds sampling.max_observation_tokens or cannot be encoded; with "" that counts as a
-    # failure of the environment
+    # text in place of one beyond sampling.max_observation_tokens or that cannot be encoded; "" for a failure
     otherwise: str = ""
 
 
@@ -93,8 +92,7 @@ class Episode:
         turns = []
         for turn in self.turns:
             image = as_uint8(turn.image) if pictures and turn.image is not None else None
-            observation = turn.observation
-            if observation is not None:
+            if (observation := turn.observation) is not None:
                 shown = tuple(map(as_uint8, observation.pictures)) if pictures else ()
                 observation = replace(observation, pictures=shown)
             turns.append(replace(turn, image=image, observation=observation))
@@ -242,30 +240,19 @@ def ask_environment(
         if isinstance(observation, EnvError) or observation.done:
             continue
         grids = [] if pictures is None else [*pictures.grid[p, g][: len(observation.pictures)]]
-        try:
-            answer = _encoded(env.encode_observation, observation, ended[number], grids)
-            observations[number], encoded[p * shape[1] + g] = answer
-        except EnvError as error:
-            observations[number] = error
-    failures = [error for error in observations if isinstance(error, EnvError)]
-    if failures and not env.lenient:
+        otherwise = [(Observation(observation.otherwise), [])] if observation.otherwise else []
+        for answer, shown_grids in [(observation, grids), *otherwise]:
+            try:
+                encoded[p * shape[1] + g] = env.encode_observation(answer, ended[number], shown_grids)
+                observations[number] = answer
+                break
+            except EnvError as error:
+                observations[number] = error
+    if (failures := [error for error in observations if isinstance(error, EnvError)]) and not env.lenient:
         raise failures[0]
     answers = [None if isinstance(answer, EnvError) else answer for answer in observations]
     tokens, mask = pad(encoded, max(1, *map(len, encoded)), env.pad_id)
     return answers, Encoded(tokens.reshape(*shape, -1), mask.reshape(*shape, -1), pictures)
-
-
-def _encoded(
-    encode: EncodeObservation, observation: Observation, ended: bool, grids: Sequence[np.ndarray]
-) -> tuple[Observation, list[int]]:
-    """Encode an observation, or its fallback text if that fails; return the encoded one."""
-    try:
-        return observation, encode(observation, ended, grids)
-    except EnvError:
-        if not observation.otherwise:
-            raise
-        in_place = Observation(observation.otherwise)
-        return in_place, encode(in_place, ended, [])
 
 
 def prepared(

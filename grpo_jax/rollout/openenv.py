@@ -146,8 +146,7 @@ def tool_class(name: str) -> type[OpenEnv]:
 
 
 def _read_schema(address: SplitResult) -> Mapping[str, Any]:
-    secure = address.scheme == "https"
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     connection = kind(address.hostname or "", address.port, timeout=_CONNECT_SECONDS)
     try:
         connection.request("GET", f"{address.path.rstrip('/')}/schema")

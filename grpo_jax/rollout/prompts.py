@@ -165,8 +165,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     """
     if isinstance(value, str) and value.strip():
         require_text(value)
-        count = value.count(PICTURE_MARK)
-        if pictures and count not in (0, len(pictures)):
+        if pictures and (count := value.count(PICTURE_MARK)) not in (0, len(pictures)):
             raise ValueError(f'"prompt" has {PICTURE_MARK} {count} times, and there are {len(pictures)} pictures')
         return Row(0, value.strip(), pictures=tuple(pictures))
     if not isinstance(value, list | tuple):
@@ -190,8 +189,7 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
     for place, source in zip(empty, pictures, strict=False):
         sources[place] = source
     texts = [message.text.strip() for message in reversed(messages) if message.role == "user"]
-    text = next(filter(None, texts), "(a picture)" if sources else "")
-    return Row(0, text, {}, tuple(sources), tuple(messages))
+    return Row(0, next(filter(None, texts), "(a picture)" if sources else ""), {}, tuple(sources), tuple(messages))
 
 
 def read_message(message: Any, sources: list[Source | None], base: Path | None) -> Message:

@@ -92,8 +92,7 @@ def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
         lines = _loaded(lambda: _load_file("text", path, encoding="utf-8-sig"), path, path.parent)
 
     def parse_line(record: Fields) -> Record:
-        text = record["text"].strip()
-        return parse(text) if text else None
+        return parse(text) if (text := record["text"].strip()) else None
 
     return _parsed(lines._replace(unit="line"), 1, parse_line)
 

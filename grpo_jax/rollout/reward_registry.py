@@ -24,9 +24,8 @@ from grpo_jax.rollout.rewards import Columns, Reward, arguments_of, check_option
 class TaskRewards:
     """A task's own rewards, beside those named by import path."""
 
-    # By name in `rewards` and `eval_rewards` of the config: a reward function, which gets its options as keyword
-    # arguments, or a class or a partial of one, whose object is the reward and which gets them instead. A reward
-    # receives a judge through an argument of the judge's name, like a column.
+    # By name in `rewards` and `eval_rewards` of the config: a reward function, which gets its options by keyword, or a
+    # class or a partial of one, which gets them instead and whose object is the reward. A judge is an argument too.
     functions: Mapping[str, Reward] = dataclasses.field(default_factory=dict)
     defaults: Sequence[RewardSection] = ()  # rewards if the config names none
     eval_defaults: Sequence[str] = ()  # eval rewards if the config names none
@@ -134,8 +133,7 @@ def resolve_rewards(
 
     maximised = []
     for section in sections:
-        function = functions.get(section.called)
-        if function is not None:
+        if (function := functions.get(section.called)) is not None:
             reward = of_user(section.called, function, section.options)
         else:
             reward = find(section.name, section.options, "rewards")

@@ -139,8 +139,7 @@ class Toolbox:
             schema = getattr(tool, "tool_schema", None) or _schema(tool)
         except Exception as error:  # several types are possible
             raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
-        name = schema["function"]["name"]
-        if name in self._tools:
+        if (name := schema["function"]["name"]) in self._tools:
             raise UserError(f"data.tools: expected different names, got {name} twice")
         self.schemas.append(schema)
         self._methods.update([name] if method else [])
@@ -163,9 +162,7 @@ class Toolbox:
                 text = f"{ERROR} {call.problem}"
             elif call.name in self._tools:
                 own = (environment,) if call.name in self._methods else ()
-                result = await call_async(self._tools[call.name], *own, **call.arguments)
-                parts, pictures = read_content(result) if _is_content(result) else ((str(result),), [])
-                text = "".join(part for part in parts if isinstance(part, str))
+                text, pictures = _shown(await call_async(self._tools[call.name], *own, **call.arguments))
             else:
                 text = f"{ERROR} no tool {call.name[:40]!r}, there are {', '.join(self._tools)}"
         except BaseException as error:
@@ -180,10 +177,13 @@ class Toolbox:
         return all_finished(self.call(episode.last.completion) for episode in episodes)
 
 
-def _is_content(result: object) -> bool:
-    """Return whether a result is a list of content parts, as in TRL."""
-    kinds = [part.get("type") for part in result if isinstance(part, Mapping)] if isinstance(result, list) else []
-    return bool(kinds) and len(kinds) == len(result) and {*kinds} <= {"text", "image"}
+def _shown(result: object) -> tuple[str, list[Source]]:
+    """Return a result's text and pictures; a list of content parts holds both, as in TRL."""
+    parts = result if isinstance(result, list) else []
+    if not parts or not all(isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in parts):
+        return str(result), []
+    content, pictures = read_content(parts)
+    return "".join(part for part in content if isinstance(part, str)), pictures
 
 
 def _reason(error: BaseException) -> str:

@@ -81,7 +81,6 @@ class Text(Task):
         if each and setup.config.algorithm.turn_advantage == "last":
             line = "warning: only the last turn's reward trains; for each turn's set algorithm.turn_advantage return"
             setup.info("tools", f"{line} ({', '.join(each)}.reward_each_turn)")
-        environment = TurnEnvironment(
-            episodes.runner.step, shows_pictures=self.pictures, role="tool", start_episode=episodes.start_episode
-        )
+        step, begin = episodes.runner.step, episodes.start_episode
+        environment = TurnEnvironment(step, shows_pictures=self.pictures, role="tool", start_episode=begin)
         return TaskData(prompts, episodes.rewards(), source=source, environment=environment)

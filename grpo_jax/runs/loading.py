@@ -250,25 +250,26 @@ def training_warnings(config: Config, rewards: ResolvedRewards) -> Iterator[str]
         if "\\n" in "".join(values[name]):
             yield f"{name} holds a backslash and an n: a line break is $'\\n' in a shell and \"\\n\" in YAML"
     yield from options_without_effect(config)
-    algorithm = config.algorithm
-    if not (any(rewards.weights.values()) or algorithm.overlong_buffer or algorithm.advantage == "opd"):
+    if not (any(rewards.weights.values()) or config.algorithm.overlong_buffer or config.algorithm.advantage == "opd"):
         yield "all weights of rewards are 0: no reward trains the policy"
 
 
 def options_without_effect(config: Config) -> Iterator[str]:
     """Yield a line for each changed option that another one's value makes useless, and for a warm-up without a peak."""
-    training, advantage, full = config.training, config.algorithm.advantage, "policy.lora.rank 0: all weights train"
+    training, algorithm, full = config.training, config.resolved_algorithm, "policy.lora.rank 0: all weights train"
     unread = {
         "training.num_epochs": training.max_steps > 0 and f"training.max_steps {training.max_steps} (0 counts epochs)",
-        "ppo": not config.algorithm.learns_values and f"algorithm.advantage {advantage}",
+        "ppo": not algorithm.learns_values and f"algorithm.advantage {algorithm.advantage}",
+        "algorithm.best_of": algorithm.advantage != "max_at_k" and f"algorithm.advantage {algorithm.advantage}",
+        "algorithm.importance_mode": not algorithm.importance_cap and "algorithm.importance_cap 0",
+        "algorithm.overlong_weight": not algorithm.overlong_buffer and "algorithm.overlong_buffer 0",
         "policy.lora": not config.policy.lora.used and full,
         "policy.frozen_dtype": not config.policy.lora.used and f"{full}, but those of a frozen vision tower",
         "data.instruction": config.data.form == "append" and "data.form append",
     }
     changed = [name for name, value in flat(config.model_dump(exclude_defaults=True)).items() if value != {}]
-    for name, reason in unread.items():
-        if reason:
-            yield from (f"{one} has no effect with {reason}" for one in changed if f"{one}.".startswith(f"{name}."))
+    for name, why in unread.items():
+        yield from (f"{one} has no effect with {why}" for one in changed if why and f"{one}.".startswith(f"{name}."))
     updates, warmup = training.max_steps * training.inner_epochs * training.minibatches, config.optimizer.warmup_steps
     if 0 < updates < warmup:
         yield f"optimizer.warmup_steps {warmup}: the run ends after {updates} updates, within its warm-up"

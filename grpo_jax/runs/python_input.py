@@ -54,9 +54,8 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:
     """Write the rows to prompts.jsonl; UserError if a resumed run started with other rows."""
-    if source.prompts is None:
+    if (prompts := source.prompts) is None:
         return
-    prompts = source.prompts
     try:
         if not source.config.resume:
             write_atomically(directory.prompts, _lines(prompts))
@@ -146,8 +145,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
         return prompts
     how: Record = {"held_out": section.held_out, "columns": section.columns}
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
-    records = dataset_records(prompts, "prompts")
-    if records is not None:
+    if (records := dataset_records(prompts, "prompts")) is not None:
         return load_prompts(records, **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: iteration gives column names
         require(prompts.columns.is_unique, "prompts", "a table that names each column once", [*prompts.columns])
@@ -158,11 +156,15 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     for place, record in enumerate(listed):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    plain = [
-        {key: one.item() if isinstance(one, np.generic) else own_copy(one, arrays=False) for key, one in row.items()}
-        for row in listed  # pictures stay shared: they may be files that nobody has read
-    ]
+    # Pictures stay shared: they may be files that nobody has read.
+    plain = [{key: own_copy(_as_read(one), arrays=False) for key, one in row.items()} for row in listed]
     return load_prompts(plain, **how)
+
+
+def _as_read(value: object) -> object:
+    """Return a NumPy number, or a list as pandas reads it from Parquet, as Python's own."""
+    own = isinstance(value, np.generic | np.ndarray) and (value.ndim == 0 or value.dtype.hasobject)
+    return value.tolist() if own else value
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:

@@ -223,6 +223,12 @@ def test_options_that_the_run_does_not_read_are_named(tmp_path):
         "policy.lora.alpha",
         "optimizer.warmup_steps",
     ]
+    of_algorithm = {"best_of": 2, "importance_mode": "sequence_mask", "overlong_weight": 3}
+    given = [f"--algorithm.{name}={value}" for name, value in of_algorithm.items()]
+    named = [line.partition(" ")[0] for line in options_without_effect(parse(["--task=text", *given]))]
+    assert named == [f"algorithm.{name}" for name in of_algorithm]
+    given += ["--algorithm.advantage=max_at_k", "--algorithm.overlong_buffer=4"]
+    assert not [*options_without_effect(parse(["--task=text", *given, "--training.async_level=1"]))]  # its cap is 2
     (line,) = options_without_effect(parse(["--task=text", "--policy.frozen_dtype=bfloat16"]))
     assert line.endswith("with policy.lora.rank 0: all weights train, but those of a frozen vision tower")
     read = ["--training.max_steps=0", "--algorithm.advantage=gae", "--policy.lora.rank=4"]

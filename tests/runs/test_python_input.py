@@ -253,3 +253,12 @@ def test_a_table_names_each_column_once():
     table = pytest.importorskip("pandas").DataFrame([["a", "b"]], columns=["prompt", "prompt"])
     with pytest.raises(UserError, match="prompts: expected a table that names each column once"):
         from_python(make_config(task="text"), table, None)
+
+
+def test_lists_of_a_table_are_lists():
+    message = {"role": "user", "content": "a"}
+    rows = [[np.array([message], object), np.array(["b", "c"], object), np.float32(2), np.arange(2)]]
+    table = pytest.importorskip("pandas").DataFrame(rows, columns=["prompt", "answer", "number", "vector"])
+    (row,) = from_python(make_config(task="text", data={"held_out": 0}), table, None).prompts.train
+    assert row.prompt == "a" and row.columns["answer"] == ["b", "c"] and row.columns["number"] == 2
+    np.testing.assert_array_equal(row.columns["vector"], [0, 1])

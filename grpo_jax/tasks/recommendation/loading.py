@@ -192,7 +192,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
             ranked = best(Row(0, prompt, {"history": tuple(rows)}), k + len(left_out))
         chosen = {row: score for row, score in ranked if score and row not in left_out}
         if not chosen:
-            note(f"{'query' if rows else 'history'}: it finds no item; these are the most popular")
+            note(f"{'the query finds' if rows else 'the history names'} no item; these are the most popular")
         rest = {row: 0.0 if chosen else count for row, count in most_popular if row not in left_out}
         listed = [*(chosen | rest | chosen).items()][:k]  # those chosen come first, with their scores
         return [Recommended(items.ids[row], items.titles[row], score) for row, score in listed]

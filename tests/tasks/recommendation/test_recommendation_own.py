@@ -194,7 +194,11 @@ def test_items_without_a_word_of_the_query_are_in_the_order_of_popularity():
     )
     others = [item for item in TITLES[:50] + TITLES[51:] if {*item.split()} & {*TITLES[50].split()}]
     one, *popular = recommend([TITLES[3]], 3, exclude=others, note=notes.append)
-    expected = [item._replace(score=0.0) for item in recommend([], 280) if item.title not in {TITLES[3], *others}]
+    expected = [
+        item._replace(score=0.0)
+        for item in recommend([], 280, note=notes.append)
+        if item.title not in {TITLES[3], *others}
+    ]
     assert one.title == TITLES[50] and popular == [item for item in expected if item.title != TITLES[50]][:2]
 
 

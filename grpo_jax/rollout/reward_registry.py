@@ -178,7 +178,7 @@ def require_values(rewards: ResolvedRewards, rows: Iterable[Row]) -> None:
         check, problems = getattr(reward.function, "check_row", None), Problems()
         for row in rows if check else ():
             try:
-                check(row.columns)
+                check(row.columns)  # pyright: ignore[reportOptionalCall] without it there are no rows
             except ValueError as error:
                 problems.add(f"row {row.id}: {error}")
         problems.refuse(f"reward {reward.name}")

@@ -161,7 +161,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     return load_prompts(plain, **how)
 
 
-def _as_read(value: object) -> object:
+def _as_read(value: Any) -> object:
     """Return a NumPy number, or a list as pandas reads it from Parquet, as Python's own."""
     own = isinstance(value, np.generic | np.ndarray) and (value.ndim == 0 or value.dtype.hasobject)
     return value.tolist() if own else value

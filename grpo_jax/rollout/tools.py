@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from grpo_jax.config.copies import own_copy
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import DataSection
@@ -169,8 +170,7 @@ class Toolbox:
             if isinstance(error, EnvError) or not raised_by_user_code(error):
                 raise
             text = f"{ERROR} {_reason(error)}"
-        # arguments may hold NUL or surrogates
-        return text.replace("\0", "\ufffd").encode(errors="replace").decode(), pictures
+        return text.replace("\0", "\ufffd").encode(errors="replace").decode(), pictures  # it may hold surrogates
 
     def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
         """Run the tool calls of each episode's last completion; an `Env` if all tools are functions."""
@@ -178,12 +178,12 @@ class Toolbox:
 
 
 def _shown(result: object) -> tuple[str, list[Source]]:
-    """Return a result's text and pictures; a list of content parts holds both, as in TRL."""
+    """Return a result's text and copies of its pictures; a list of content parts holds both, as in TRL."""
     parts = result if isinstance(result, list) else []
     if not parts or not all(isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in parts):
         return str(result), []
     content, pictures = read_content(parts)
-    return "".join(part for part in content if isinstance(part, str)), pictures
+    return "".join(part for part in content if isinstance(part, str)), own_copy(pictures)
 
 
 def _reason(error: BaseException) -> str:

@@ -551,6 +551,16 @@ def test_a_tool_may_return_content_parts_with_pictures():
     assert seen.messages == ("See ", "[{'type': 'circle'}]") and [size_of(one) for one in seen.pictures] == [(3, 2)]
     assert as_observation(seen).pictures
 
+    frame = np.zeros((2, 3, 3), np.uint8)
+
+    def brighter() -> list:
+        """Draws into one array."""
+        frame[:] += 1
+        return [{"type": "image", "image": frame}]
+
+    drawn = asyncio.run(Toolbox(["c"], [brighter]).call(call("brighter") * 2))
+    assert [int(one.max()) for one in drawn.pictures] == [1, 2]
+
     for tools in ([look], [Waiting]):
         config = make_config(
             task={"kind": "text", "pictures": True}, data={"tools": tools, "prompts": "x"}, sampling={"turns": 2}

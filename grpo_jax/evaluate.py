@@ -72,7 +72,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         **samples_of(ctx, {options.checkpoint: statistics_of(evaluations)}),
         **findings.entries,
     }
-    written = json.dumps(finite(report), indent=2, default=str)
+    written = json.dumps(finite(report), indent=2)
     if options.out is not None:
         write_atomically(options.out, written + "\n")
     if options.json:

@@ -131,8 +131,8 @@ class RunOutput(Output):
         write_end(self.directory, end)
         write_report(self.directory, self._display, summary, end)
         self._tell(lambda service: service.finish(summary, finished.gallery))
-        text = json.dumps(finite(summary), indent=2, default=str)  # a task's own entries may hold dates
-        write_atomically(self.directory.summary, f"{text}\n")  # last, so a run with a summary is complete
+        # last, so a run with a summary is complete
+        write_atomically(self.directory.summary, json.dumps(finite(summary), indent=2) + "\n")
         self.info()
         for line in [*result_lines(summary, self._display), *finished.lines]:
             self.info(line)

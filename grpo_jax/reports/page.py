@@ -205,7 +205,7 @@ def _columns(rows: Rows) -> list[str]:
 
 def write_end(run: RunDirectory, end: RunEnd) -> None:
     """Write report.json."""
-    write_atomically(run.end, json.dumps(finite(_plain(end)), indent=1, default=str) + "\n")
+    write_atomically(run.end, json.dumps(finite(_plain(end)), indent=1) + "\n")
 
 
 def _plain(value: object) -> Any:

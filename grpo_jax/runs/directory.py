@@ -281,16 +281,16 @@ def _metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def finite(value: object) -> Any:
-    """Convert to strict JSON: plain numbers and lists, null for NaN and infinities."""
+    """Convert to strict JSON: plain numbers and lists, null for NaN and infinities, other values as texts."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
     if hasattr(value, "tolist"):  # NumPy and JAX, numbers and arrays
         return finite(np.asarray(value).tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def saved_steps(checkpoints: Path) -> list[int]:

@@ -170,7 +170,7 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
     else:
         best = _by_policy(config, policy, dataset)
     popular = taken_counts(dataset.known, len(items))
-    most_popular = [(row, float(popular[row])) for row in np.argsort(-popular, kind="stable").tolist()]
+    most_popular = {row: float(popular[row]) for row in np.argsort(-popular, kind="stable").tolist()}
     row_of = _names(items)
 
     def rows_of(where: str, names: Sequence[str], note: Callable[[str], None]) -> list[int]:
@@ -193,9 +193,9 @@ def make_recommender(config: Config, policy: Policy, writer: MakeWriter, saved: 
         chosen = {row: score for row, score in ranked if score and row not in left_out}
         if not chosen:
             note(f"{'the query finds' if rows else 'the history names'} no item; these are the most popular")
-        rest = {row: 0.0 if chosen else count for row, count in most_popular if row not in left_out}
-        listed = [*(chosen | rest | chosen).items()][:k]  # those chosen come first, with their scores
-        return [Recommended(items.ids[row], items.titles[row], score) for row, score in listed]
+        order = dict.fromkeys([*chosen, *(row for row in most_popular if row not in left_out)])
+        scores = chosen or most_popular
+        return [Recommended(items.ids[row], items.titles[row], scores.get(row, 0.0)) for row in [*order][:k]]
 
     return recommend
 
